@@ -40,6 +40,11 @@ class NotReady(WorldError):
     """Files, a package or a program that a world needs are not on this machine. The message says how to get them."""
 
 
+def is_refusal(error: Exception) -> bool:
+    """True of what a room refuses in words for users. Anything else is a fault of a module of their own."""
+    return isinstance(error, ValueError) and any(kind.__module__.startswith("flowjax.") for kind in type(error).__mro__)
+
+
 class EnvDied(RuntimeError):
     """The environment of an episode is gone; `status` is what the episode's trajectory gets."""
 
@@ -141,8 +146,13 @@ class World(ABC):
             raise WorldError(problem)
         try:
             self.options: Any = kind.Options(**options)
-        except TypeError as error:
-            raise WorldError(f"env.options {options}: a value has the wrong type ({error})") from error
+        except Exception as error:  # Options of one's own may refuse a value in any way
+            if is_refusal(error):
+                raise
+            why = f"{type(error).__name__}: {error}"
+            raise WorldError(
+                f"env.options is {options}, which {kind.__name__} does not take ({why}): change it"
+            ) from error
 
     @abstractmethod
     def env(self) -> Env:

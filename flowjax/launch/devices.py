@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ml_collections import ConfigDict
 
+from flowjax.launch.checks import on_each_policy
 from flowjax.rollout.sidecar import adapter_slots, tpu_chips
 from flowjax.run import Base, Policy, Run
 
@@ -184,6 +185,38 @@ def mesh_count(sizes: Sequence[int]) -> int | None:
     return None if any(size < 1 for size in sizes) else math.prod(sizes)
 
 
+def check_mesh(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
+    """The trainer's mesh; yields what does not divide over it, of any policy."""
+    from flowjax.models.sharding import ROW_AXES, resolve_mesh
+    from flowjax.trainer.batch import row_buckets
+
+    mesh = resolve_mesh(run.config.mesh.to_dict(), device_count)
+    plan["mesh"] = shown_axes(mesh)
+    ways = math.prod(mesh[name] for name in ROW_AXES)
+
+    def check(policy: Policy) -> Iterator[str]:
+        rows, tokens = policy.trainer.micro_batch_rows, policy.trainer.row_tokens
+        if rows % ways:
+            yield (
+                f"config.trainer.micro_batch_rows is {rows}, but rows are split over {ways} devices (mesh "
+                f"{' x '.join(ROW_AXES)} = {' x '.join(str(mesh[name]) for name in ROW_AXES)}): make it a multiple of "
+                f"{ways}"
+            )
+        shortest = row_buckets(tokens)[-1]
+        if shortest % mesh["sequence"]:
+            yield (
+                f"config.trainer.row_tokens is {tokens}, whose shortest bucket of {shortest} tokens does not divide "
+                f"over config.mesh.sequence = {mesh['sequence']}: make row_tokens that number times a power of 2"
+            )
+
+    yield from on_each_policy(run, check)
+
+
+def shown_axes(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The axes of a mesh that a plan shows."""
+    return {name: size for name, size in mesh.items() if size > 1 or name in ("data", "fsdp", "tensor")}
+
+
 def check_attention(run: Run, policy: Policy, model: "ModelConfig", sequence_parts: int, platform: str) -> None:
     """Refuse a form of attention that the trainer cannot compute on any device of a platform.
 
@@ -198,6 +231,24 @@ def check_attention(run: Run, policy: Policy, model: "ModelConfig", sequence_par
     section, tokens = policy.base.model, policy.trainer.row_tokens
     options: dict[str, Any] = {"tokens": tokens, "dtype": section.dtype, "sequence_parts": sequence_parts}
     choose_attention(section.attention, model, device=device, **options)
+
+
+def decoder_shape(run: Run, base: Base) -> "ModelConfig | None":
+    """Shape of a base model: from its folder, the nano recipe, or the known shapes; None where it is not known."""
+    from flowjax.envs import find_world
+    from flowjax.envs.demonstrations import base_words
+    from flowjax.models.config import known_shape, read_config
+
+    folder, nano = Path(base.model.path), base.model.nano
+    if (folder / "config.json").exists():
+        return read_config(folder)
+    if nano is not None:
+        from flowjax.models.nano import SPECIAL_TOKENS, nano_config
+
+        world = find_world(run.config.env.name)(**run.config.env.options.to_dict())
+        words = base_words(run, base.name, world)
+        return nano_config(len(words) + len(SPECIAL_TOKENS), **nano.to_dict())
+    return known_shape(Path(base.model.path.partition("@")[0]).name)  # without a revision
 
 
 def memory_plan(

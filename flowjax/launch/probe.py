@@ -17,7 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options, taught_options
-from flowjax.envs import NotReady, World, WorldError, find_world
+from flowjax.envs import NotReady, World, WorldError, find_world, is_refusal
 from flowjax.envs.demonstrations import (
     base_words,
     declared,
@@ -27,8 +27,17 @@ from flowjax.envs.demonstrations import (
     workflow_problem,
 )
 from flowjax.launch.checks import in_base, on_each_policy
-from flowjax.launch.devices import adapter_slots_bytes, check_attention, memory_plan, memory_together
+from flowjax.launch.devices import (
+    adapter_slots_bytes,
+    check_attention,
+    check_mesh,
+    decoder_shape,
+    memory_plan,
+    memory_together,
+    shown_axes,
+)
 from flowjax.launch.machine import unprepared
+from flowjax.records import Task, pack
 from flowjax.rollout.sidecar import unserved_targets
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
 
@@ -49,7 +58,7 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform:
     of_bases = (_taught, _executors, _templates)
     problems += [text for check in (_learning, *of_bases) for text in _messages(check, run, here=here)]
     if run.trains:
-        problems += _messages(_rules, run, here=here) + _messages(_mesh, run, device_count, plan, here=here)
+        problems += _messages(_rules, run, here=here) + _messages(check_mesh, run, device_count, plan, here=here)
     problems += _messages(_bases, run, device_count, platform, plan, here=here)
     if checkpoints is not None:
         problems += _messages(_checkpoints, run, checkpoints, here=here)
@@ -78,6 +87,21 @@ def _messages(check: Callable[..., Iterator[str]], *args: Any, here: list[str] |
     return found
 
 
+def _fails(what: str, error: Exception) -> str:
+    """Message on a world of one's own, which may fail in any way.
+
+    Raises:
+        NotReady: a file or another machine is not there.
+        ValueError: a room refuses something, which its own message says.
+    """
+    if is_refusal(error):
+        raise error
+    text = f"{what} ({type(error).__name__}: {error}): mend it"
+    if isinstance(error, OSError):
+        raise NotReady(text) from error
+    return text
+
+
 def _world(config: ConfigDict) -> Iterator[str]:
     kind = find_world(config.env.name)
     made = config.model.nano is not None and not Path(config.model.path).exists()
@@ -92,10 +116,8 @@ def _world(config: ConfigDict) -> Iterator[str]:
         try:
             world = kind(**options)
             world.env()
-        except (WorldError, OSError):
-            raise
-        except Exception as error:  # a world of one's own may fail in any way
-            yield f"{field} is {options}, with which {config.env.name} fails ({type(error).__name__}: {error}): mend it"
+        except Exception as error:
+            yield _fails(f"{field} is {options}, with which {config.env.name} fails", error)
             continue
         if world.longest_step_s() > config.env.step_timeout_s:
             yield (
@@ -172,20 +194,21 @@ def _executors(run: Run) -> Iterator[str]:
 
 def _data(config: ConfigDict) -> Iterator[str]:
     """The files that tasks come from."""
-    from flowjax.dataflow.tasks import held_out_tasks, train_tasks
+    from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
 
     wanted = {"train": train_tasks} if not config.eval.versions else {}
     wanted |= {"held_out": held_out_tasks} if config.eval.tasks else {}
     for split, tasks in wanted.items():
+        named = f"config.env.name is {config.env.name!r}, whose tasks({split!r}, ...)"
         try:
-            tasks(config)
-        except (ValueError, OSError):
-            raise
-        except Exception as error:  # of a world of one's own
-            yield (
-                f"config.env.name is {config.env.name!r}, whose tasks({split!r}, ...) fails "
-                f"({type(error).__name__}: {error}): mend it"
-            )
+            source = tasks(config)
+            first = task_at(source, 0) if len(source) else None
+            pack(first)  # as a lease will be
+        except Exception as error:
+            yield _fails(f"{named} fails", error)
+            continue
+        if not isinstance(first, Task):
+            yield f"{named} has {'a ' + type(first).__name__ if first else 'no task'}: make it of flowjax.records.Task"
 
 
 def _data_algorithms(config: ConfigDict) -> Iterator[str]:
@@ -266,7 +289,7 @@ def _rules(run: Run) -> Iterator[str]:
     from flowjax.trainer.optimizer import check_rules
 
     for policy in run.policies.values():
-        model = _model(run, policy.base) if policy.base.model.path else None
+        model = decoder_shape(run, policy.base) if policy.base.model.path else None
         if model is None or not policy.optimizer.rules:
             continue
         if policy.train == "full":
@@ -277,37 +300,6 @@ def _rules(run: Run) -> Iterator[str]:
             names = [f"adapter/{target}/{part}" for target, parts in targets.items() for part in parts]
         check_rules(policy.optimizer.rules, names)
     yield from ()
-
-
-def _mesh(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
-    """The trainer's mesh; yields what does not divide over it, of any policy."""
-    from flowjax.models.sharding import ROW_AXES, resolve_mesh
-    from flowjax.trainer.batch import row_buckets
-
-    mesh = resolve_mesh(run.config.mesh.to_dict(), device_count)
-    plan["mesh"] = _shown_axes(mesh)
-    ways = math.prod(mesh[name] for name in ROW_AXES)
-
-    def check(policy: Policy) -> Iterator[str]:
-        rows, tokens = policy.trainer.micro_batch_rows, policy.trainer.row_tokens
-        if rows % ways:
-            yield (
-                f"config.trainer.micro_batch_rows is {rows}, but rows are split over {ways} devices (mesh "
-                f"{' x '.join(ROW_AXES)} = {' x '.join(str(mesh[name]) for name in ROW_AXES)}): make it a multiple of "
-                f"{ways}"
-            )
-        shortest = row_buckets(tokens)[-1]
-        if shortest % mesh["sequence"]:
-            yield (
-                f"config.trainer.row_tokens is {tokens}, whose shortest bucket of {shortest} tokens does not divide "
-                f"over config.mesh.sequence = {mesh['sequence']}: make row_tokens that number times a power of 2"
-            )
-
-    yield from on_each_policy(run, check)
-
-
-def _shown_axes(mesh: Mapping[str, int]) -> dict[str, int]:
-    return {name: size for name, size in mesh.items() if size > 1 or name in ("data", "fsdp", "tensor")}
 
 
 def _bases(run: Run, device_count: int, platform: str, plan: dict[str, Any]) -> Iterator[str]:
@@ -333,7 +325,7 @@ def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
     """Memory that the base model takes on its engines; yields what it would refuse to serve."""
     from flowjax.models import cost
 
-    if model := _model(run, base):
+    if model := decoder_shape(run, base):
         value_bytes = cost.DTYPE_BYTES.get(base.engine.dtype, 2)
         plan["model"] = {
             "parameters": model.parameter_count(),
@@ -364,7 +356,7 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, on: str, 
     from flowjax.models.lora import Lora, adapter_specs
     from flowjax.models.sharding import MESH_AXES
 
-    settings, trainer, model = policy.base.model, policy.trainer, _model(run, policy.base)
+    settings, trainer, model = policy.base.model, policy.trainer, decoder_shape(run, policy.base)
     if model is None:
         return
     lora = Lora(**policy.lora.to_dict()) if policy.train == "lora" else None
@@ -383,25 +375,9 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, on: str, 
     if settings.dtype not in cost.DTYPE_BYTES or mesh is None:
         return
     rows, versions = trainer.micro_batch_rows, run.config.dataflow.max_staleness + 1
-    plan["memory"] = memory_plan(policy, model, lora, _shown_axes(mesh), rows=rows, versions=versions)
+    plan["memory"] = memory_plan(policy, model, lora, shown_axes(mesh), rows=rows, versions=versions)
     make_placement(model, AbstractMesh(tuple(mesh.values()), MESH_AXES))
     check_attention(run, policy, model, mesh["sequence"], on)
-
-
-def _model(run: Run, base: Base) -> Any:
-    """The decoder's shape: from its folder, the nano recipe, or the known shapes; None where it is not known."""
-    from flowjax.models.config import known_shape, read_config
-
-    folder, nano = Path(base.model.path), base.model.nano
-    if (folder / "config.json").exists():
-        return read_config(folder)
-    if nano is not None:
-        from flowjax.models.nano import SPECIAL_TOKENS, nano_config
-
-        world = find_world(run.config.env.name)(**run.config.env.options.to_dict())
-        words = base_words(run, base.name, world)
-        return nano_config(len(words) + len(SPECIAL_TOKENS), **nano.to_dict())
-    return known_shape(Path(base.model.path.partition("@")[0]).name)  # without a revision
 
 
 def _checkpoints(run: Run, folder: Path) -> Iterator[str]:

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 BROKEN = """
+import json
+from dataclasses import dataclass
 from flowjax.envs import World
 from countdown import Countdown, CountdownEnv
 
@@ -34,6 +36,22 @@ class Fails(World):
 class Mute(World):
     def env(self): return CountdownEnv()
     def tasks(self, split, data_seed): ...
+
+class Picky(Countdown):
+    @dataclass(frozen=True)
+    class Options:
+        numbers: int = 3
+        def __post_init__(self):
+            if self.numbers > 2: raise ValueError("too many")
+
+class Unread(Countdown):
+    def tasks(self, split, data_seed): return json.loads("")
+
+class Away(Countdown):
+    def tasks(self, split, data_seed): return open("no such file")
+
+class Empty(Countdown):
+    def tasks(self, split, data_seed): return super().tasks(split, data_seed)[:0]
 
 class Untaught(Countdown):
     expert, vocabulary = World.expert, World.vocabulary
@@ -160,6 +178,29 @@ def test_a_dry_run_names_what_a_broken_world_lacks(countdown: type[World]):
         "config.env.options is {}, with which broken:Fails fails (ZeroDivisionError: division by zero): mend it"
     )
     assert len(tasks) == 2 and all("broken:Fails', whose tasks('" in text and "TypeError" in text for text in tasks)
+
+
+@pytest.mark.parametrize(
+    ("world", "message"),
+    [
+        ("Picky", "config.env.options is {}, which Picky does not take (ValueError: too many): change it"),
+        (
+            "Unread",
+            "whose tasks('train', ...) fails (JSONDecodeError: Expecting value: line 1 column 1 (char 0)): mend",
+        ),
+        ("Empty", "config.env.name is 'broken:Empty', whose tasks('held_out', ...) has no task: make it of"),
+    ],
+)
+def test_a_dry_run_names_the_field_of_what_a_world_raises(countdown: type[World], world: str, message: str):
+    assert any(message in text for text in problems(env__name=f"broken:{world}"))
+
+
+def test_a_file_that_is_not_there_is_a_fault_of_this_machine(countdown: type[World]):
+    config = default_config()
+    config.env.name, config.reward.components = "broken:Away", {"success": 1.0}
+    found = inspect_run(resolve(config), 1, None)
+    assert any("broken:Away', whose tasks('train', ...) fails (FileNotFoundError: " in text for text in found["here"])
+    assert not any("broken:Away" in text for text in found["problems"])
 
 
 def test_a_view_of_another_type_costs_the_episode_and_says_so(countdown: type[World]):
