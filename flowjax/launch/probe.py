@@ -5,6 +5,8 @@ Reads {"config", "devices", "checkpoints", "platform"} as JSON, writes {"problem
 run, what this one lacks, and sizes.
 """
 
+import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -37,7 +39,7 @@ from flowjax.launch.devices import (
     shown_axes,
 )
 from flowjax.launch.machine import unprepared
-from flowjax.records import Task, pack
+from flowjax.records import Episode, Lease, Task, pack, unpack
 from flowjax.rollout.sidecar import unserved_targets
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
 
@@ -400,6 +402,33 @@ def _checkpoints(run: Run, folder: Path) -> Iterator[str]:
     yield from on_each_policy(run, check)
 
 
+def _first_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
+    """An episode without engines, in which every reply is empty: what breaks it, of one's own, would break all."""
+    from flowjax.canvas.backends import OfflineBackend, Rule
+    from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
+    from flowjax.envs.pool import EnvPool
+    from flowjax.rollout.episode import EpisodePlayer
+
+    kind, config = find_world(run.config.env.name), run.config
+    shipped = all(path.startswith("flowjax.") for path in (config.env.name, config.workflow))
+    if shipped or "rollout" in config.elsewhere or kind.STEPS_WAIT or kind.asked_bases is not World.asked_bases:
+        return  # it is tested, or what it is played with, or asks, is not there yet
+    task = task_at((held_out_tasks if config.eval.versions else train_tasks)(config), 0)
+
+    async def play() -> Episode:
+        async with asyncio.timeout(limit_s), EnvPool(step_timeout_s=config.env.step_timeout_s) as pool:
+            player = EpisodePlayer.of_run(run, pool=pool, backend=OfflineBackend([Rule()]))
+            return await player.play(unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0))))
+
+    with contextlib.suppress(TimeoutError):  # a world that is slow to open may be sound
+        episode = asyncio.run(play())
+        if episode.status == "env_error":
+            yield (
+                f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}, of which an episode "
+                f"where every reply is empty fails ({episode.error}): mend it"
+            )
+
+
 def main() -> None:
     answer_to, sys.stdout = sys.stdout, sys.stderr  # a world or a library may print
     request = json.load(sys.stdin)
@@ -407,7 +436,10 @@ def main() -> None:
     with config.unlocked():
         config.update(request["config"])
     folder = request["checkpoints"]
-    answer = inspect_run(resolve(config), request["devices"], Path(folder) if folder else None, request["platform"])
+    run = resolve(config)
+    answer = inspect_run(run, request["devices"], Path(folder) if folder else None, request["platform"])
+    if not answer["problems"] and not answer["here"]:
+        answer["problems"] += _messages(_first_episode, run, here=answer["here"])
     json.dump(answer, answer_to)
     answer_to.flush()
 

@@ -13,7 +13,7 @@ from flowjax.envs import EnvDied, Past, World, WorldError, find_world
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.envs.pool import EnvPool
 from flowjax.launch.__main__ import read_request
-from flowjax.launch.probe import inspect_run
+from flowjax.launch.probe import _first_episode, inspect_run
 from flowjax.records import Task
 from flowjax.run import resolve
 
@@ -26,6 +26,9 @@ from dataclasses import dataclass
 from flowjax.envs import World
 from countdown import Countdown, CountdownEnv
 
+async def play(task, *, seed, env, agents, options):
+    return await env.reset(task, seed)
+
 class NoTasks(World):
     def env(self): ...
 
@@ -36,6 +39,12 @@ class Fails(World):
 class Mute(World):
     def env(self): return CountdownEnv()
     def tasks(self, split, data_seed): ...
+
+class Stuck(Countdown):
+    def env(self): return StuckEnv()
+
+class StuckEnv(CountdownEnv):
+    def step(self, action): return super().step(action.split()[1])
 
 class Picky(Countdown):
     @dataclass(frozen=True)
@@ -201,6 +210,23 @@ def test_a_file_that_is_not_there_is_a_fault_of_this_machine(countdown: type[Wor
     found = inspect_run(resolve(config), 1, None)
     assert any("broken:Away', whose tasks('train', ...) fails (FileNotFoundError: " in text for text in found["here"])
     assert not any("broken:Away" in text for text in found["problems"])
+
+
+@pytest.mark.parametrize(
+    ("world", "workflow", "error"),
+    [
+        ("countdown:Countdown", "flowjax.workflows.single:play", ""),
+        ("broken:Stuck", "flowjax.workflows.single:play", "IndexError: list index out of range"),
+        ("countdown:Countdown", "broken:play", "TypeError: config.workflow returned Observation"),
+    ],
+)
+def test_an_episode_of_ones_own_is_played_before_engines_start(
+    countdown: type[World], world: str, workflow: str, error: str
+):
+    config = default_config()
+    config.env.name, config.workflow, config.reward.components = world, workflow, {"success": 1.0}
+    found = list(_first_episode(resolve(config), limit_s=3600.0))
+    assert len(found) == bool(error) and all(world in text and workflow in text and error in text for text in found)
 
 
 def test_a_view_of_another_type_costs_the_episode_and_says_so(countdown: type[World]):
