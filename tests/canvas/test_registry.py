@@ -117,6 +117,7 @@ def test_an_installed_package_offers_operators(own_module: Path):
         ('outputs = (Field("answer"),)', 'outputs = (Field("answer", "flag"),)', "is 'text' everywhere"),
         ('inputs = (Field("answer"),)', 'inputs = (Field("answer"), Field("answer"))', "'answer' twice"),
         ("async def run", "async def work", "run is missing: implement async def run"),
+        ("async def run", "def run", "run cannot be awaited: write it as async def run"),
         ("(Operator)", "", "derive a class from flowjax.canvas.operators.Operator"),
     ],
 )

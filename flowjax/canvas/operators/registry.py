@@ -173,6 +173,8 @@ def _fault(operator: type[Operator]) -> str | None:
         return 'outputs lacks the flag that a checker writes: add Field("passed", "flag")'
     if inspect.isabstract(operator):
         return "run is missing: implement async def run(self, inputs, context)"
+    if not inspect.iscoroutinefunction(inspect.unwrap(operator.run)):
+        return "run cannot be awaited: write it as async def run(self, inputs, context)"
     return None
 
 
