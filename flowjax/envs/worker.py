@@ -26,6 +26,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from flowjax.envs import Env, EnvDied, Observation, Step, find_world, view_reader
 from flowjax.records import Task
@@ -40,7 +41,7 @@ WAITING_THREADS = 256  # environments of worlds that wait, at work at one time
 
 def frame(messages: list[Any]) -> bytes:
     """The bytes of several messages; `Frames` cuts them apart again."""
-    body: bytes = msgpack.packb(messages, default=_fields)  # pyright: ignore[reportAssignmentType] (the stub's None)
+    body: bytes = msgpack.packb(messages, default=_plain)  # pyright: ignore[reportAssignmentType] (the stub's None)
     return LENGTH.pack(len(body)) + body
 
 
@@ -55,11 +56,13 @@ def framed(messages: list[Any], refused: Callable[[Any, str], bytes]) -> bytes:
         return refused(messages[0], f"{type(error).__name__}: {error}")
 
 
-def _fields(view: Any) -> list[Any]:
-    """Values of a dataclass, which msgpack knows nothing of; `view_reader` puts them together again."""
-    if not is_dataclass(view):
-        raise TypeError(f"a {type(view).__name__} cannot be sent to another process")
-    return [getattr(view, field.name) for field in fields(view)]
+def _plain(value: Any) -> Any:
+    """Plain values: of a number of NumPy's its own, of a view a list, which `view_reader` puts together again."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if not is_dataclass(value):
+        raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
+    return [getattr(value, field.name) for field in fields(value)]
 
 
 class Frames:

@@ -171,6 +171,18 @@ def test_an_exception_in_a_world_costs_no_worker():
     assert (counts.crashes, counts.timeouts, counts.replays) == (0, 0, 0)
 
 
+def test_numbers_of_numpy_are_numbers():
+    async def episode(pool: EnvPool) -> None:
+        async with pool.session(UNRULY, {}) as env:
+            await env.reset(counter(0), 0)
+            step = await env.step("numpy")
+            found = (step.reward, step.terminal, *step.outcome.values())
+            assert found == (0.5, True, 1.0, 1, False)
+            assert [type(value) for value in found] == [float, bool, float, int, bool]
+
+    run(episode)
+
+
 @pytest.mark.parametrize("world", [UNRULY, "waiting_world:Waiting"])
 def test_what_cannot_be_sent_costs_its_own_episode(world: str):
     """Either way between the processes; the others would else wait for an answer for ever, or lose their worker."""

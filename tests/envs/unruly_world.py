@@ -8,6 +8,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from flowjax.envs import Observation, Step, World
 from flowjax.records import Task, state_key
 
@@ -31,6 +33,9 @@ class Counter:
                 raise ArithmeticError("two and two")
             case "odd":
                 return Step(self._observe(), 0.0, False, True, {"success": 0.0}, trace={1, 2})
+            case "numpy":
+                outcome = {"success": np.float32(1.0), "process": np.int64(1), "jax": np.bool_(False)}
+                return Step(self._observe(), np.float32(0.5), np.bool_(True), True, outcome)  # pyright: ignore
             case _:
                 self.total += int(action)
         outcome = {"success": 0.0, "process": float(os.getpid()), "jax": float("jax" in sys.modules)}

@@ -443,7 +443,7 @@ def test_a_time_out_of_the_worlds_own_is_no_time_out_of_the_episode(tmp_path):
 
 def test_an_episode_that_runs_out_of_time_without_an_engine_is_played_again(tmp_path):
     async def scenario():
-        run = RolloutRun(tmp_path, rollout__episode_timeout_s=0.5, engine__request_timeout_s=30.0)
+        run = RolloutRun(tmp_path, rollout__episode_timeout_s=3.0, engine__request_timeout_s=30.0)
         async with run.servers() as servers, run.serving(servers) as serving:
             servers.engine.hold.clear()
             await until(lambda: servers.leased == 8)
