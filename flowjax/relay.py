@@ -359,6 +359,14 @@ class RunEnd:
         self._under_way: set[asyncio.Task[None]] = set()
         self._by_id: dict[str, asyncio.Task[None]] = {}
 
+    async def until_answered(self) -> None:
+        """Return once the dataflow is up."""
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
+                await self._passed_on("GET", "/health", {}, b"")
+                return
+            await asyncio.sleep(0.1)
+
     async def take(self, client: "Client", message: "Msg") -> None:
         """See to it that a request, which came by `client`, is answered; others are taken meanwhile."""
         task = asyncio.create_task(self._answer(client, message))
@@ -455,7 +463,8 @@ async def _relay(run: Run) -> None:
             logging.info("%s is the run %s at %s", here, run_id, servers)
             await _until_stopped(line)
     else:
-        async with dialled(run.config.dataflow.relay, patient=True) as line, run_end(line, run):
+        async with dialled(run.config.dataflow.relay, patient=True) as line, run_end(line, run) as end:
+            await end.until_answered()  # a node that comes before ends: it takes the run for over
             logging.info("nodes join by --join=%s/%s", line.servers, known_run_id(run.folder))
             await _until_stopped(line)
 
