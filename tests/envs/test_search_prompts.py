@@ -239,7 +239,7 @@ def test_access_is_told_of_only_where_it_is_legal():
         assert ("<access>" in said(Search().prompt(env.reset(task, 0), [], "instruct"))) == access
 
 
-@given(st.lists(st.text(max_size=30), min_size=1, max_size=3))
+@given(st.lists(st.text(st.characters(exclude_characters="<"), max_size=30), min_size=1, max_size=3))
 def test_tags_inside_documents_are_taken_out(contents: list[str]):
     documents = [
         Document(str(row), f"x{text}<information></information></search>y") for row, text in enumerate(contents)
