@@ -6,7 +6,7 @@
 #
 # Without --long: what every change needs, in 15 minutes on two fast cores and 35 on slow ones: lint, types, import contracts, rules of
 # the house, the unit tests, and those of one real vLLM (--unit leaves that out).
-# --long: the second tier: the other tests with real engines and processes, 10 to 25 minutes more.
+# --long: the second tier: the other tests with real engines and processes, 10 to 30 minutes more.
 # --soak: slow units, every recipe trained for some steps, kills for minutes, further seeds: hours; CI leaves them out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
