@@ -110,9 +110,10 @@ def parse_as_published(reply: str, legal: Sequence[str]) -> str | None:
 
 
 def shown(documents: Sequence[Document], limit_characters: int) -> tuple[tuple[str, str], ...]:
-    """Address and contents of each document as an agent may see them. Tags inside documents are taken out."""
+    """Address and contents of each document as an agent may see them, with a space for each tag inside."""
+    # Nothing in its place would make a tag of what stands around it: `<sea<search>rch>`.
     return tuple(
-        (_SHOWN_TAGS.sub("", one.url), _SHOWN_TAGS.sub("", one.contents)[:limit_characters]) for one in documents
+        (_SHOWN_TAGS.sub(" ", one.url), _SHOWN_TAGS.sub(" ", one.contents)[:limit_characters]) for one in documents
     )
 
 
