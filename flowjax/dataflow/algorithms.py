@@ -1,6 +1,7 @@
 """Data algorithms: their hooks, how one is found by its name, and those of a run asked together."""
 
 import contextlib
+import inspect
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -219,11 +220,27 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
     for problem in option_problems(field, options, known, repr(name)):
         raise ConfigError(problem)
     try:
-        return kind(seed=seed, **options)
+        algorithm = kind(seed=seed, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{field} is {options}: {error}") from error
     except Exception as error:
         raise ConfigError(f"{field} cannot be made with {options} ({type(error).__name__}: {error})") from error
+    for hook, asked in inspect.getmembers(Algorithm, inspect.isfunction):
+        _check_hook(f"{field}.path is {path}, whose {hook}", getattr(algorithm, hook), asked)
+    return algorithm
+
+
+def _check_hook(named: str, hook: Callable[..., Any], asked: Callable[..., Any]) -> None:
+    """Raises:
+    ConfigError: the hook cannot be called as `asked`, that of `Algorithm`.
+    """
+    _, *arguments = inspect.signature(asked).parameters
+    if inspect.iscoroutinefunction(hook):
+        raise ConfigError(f"{named} is async, and nothing waits for it: make it a plain function")
+    try:
+        inspect.signature(hook).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{named} cannot be called with ({', '.join(arguments)}): {error}") from error
 
 
 class Chain:
@@ -258,14 +275,14 @@ class Chain:
 
     def choose(self, task: Task, position: int) -> bool:
         chosen = ("chosen", position) in self._unwritten  # and a full disk has refused the group
-        return chosen or all(self._ask(name, "choose", task, position) for name in self.by_name)
+        return chosen or all(self._ask(name, "choose", task, position, read=_yes_or_no) for name in self.by_name)
 
     def chosen(self, task: Task, position: int) -> None:
         self._learn("chosen", task, position, key=position)
 
     def keep(self, result: Result) -> bool:
         """True where all keep it; each is asked, also where one has refused."""
-        return all(self._learn("keep", result, key=(result.policy, result.group_id), read=bool))
+        return all(self._learn("keep", result, key=(result.policy, result.group_id), read=_yes_or_no))
 
     def trains(self, result: Result) -> Bool[np.ndarray, "trajectories"]:
         read = partial(_mask, len(result.rewards))
@@ -353,6 +370,12 @@ def _pack(state: Any) -> bytes:
         return pack(state)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{error}: let it be numbers, strings, lists, and maps of them") from error
+
+
+def _yes_or_no(answer: Any) -> bool:
+    if not isinstance(answer, bool | np.bool_):  # None, above all: a return was forgotten, and nothing would be played
+        raise TypeError(f"it answers {answer!r}: give True or False")
+    return bool(answer)
 
 
 def _mask(trajectories: int, mask: Any) -> np.ndarray:

@@ -26,6 +26,7 @@ def check_config(config: ConfigDict) -> list[str]:
         rules = [
             *on_each_base(run, lambda base: [*_engines(base), *_served_lengths(run, base)]),
             *on_each_policy(run, lambda policy: [*_batches(run, policy), *_training(run, policy), *_cut(run, policy)]),
+            *_overlong_filter(run),
             *_episodes(run),
             *_bases(run),
             *_trainers(run),
@@ -212,6 +213,16 @@ def _cut(run: Run, policy: Policy) -> Iterator[str]:
                 f"'token_truncate', which weighs tokens by the share that was left, or set {name} back to "
                 f"{off}{held_out}"
             )
+
+
+def _overlong_filter(run: Run) -> Iterator[str]:
+    longest, options = run.config.rollout.max_new_tokens, run.config.dataflow.algorithms.get("overlong_filter", {})
+    limit = options.get("limit_tokens")
+    if isinstance(limit, int) and limit > longest:
+        yield (
+            f"config.dataflow.algorithms.overlong_filter.limit_tokens is {limit}, but no reply is longer than "
+            f"config.rollout.max_new_tokens, {longest}, so that none would be left out: lower it to {longest}"
+        )
 
 
 def _episodes(run: Run) -> Iterator[str]:

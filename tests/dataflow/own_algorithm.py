@@ -70,3 +70,34 @@ class Forgets(Algorithm):
 
     def state(self) -> dict[str, set[str]]:
         return {"_seen": self._seen}
+
+
+class TooFew(Algorithm):
+    """Is asked with more than it takes."""
+
+    def __init__(self, *, seed: int):
+        del seed
+
+    def keep(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return True
+
+
+class Waiting(Algorithm):
+    """Answers later, which nothing waits for."""
+
+    def __init__(self, *, seed: int):
+        del seed
+
+    async def keep(self, result: Result) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del result
+        return True
+
+
+class Forgetful(Algorithm):
+    """Answers nothing."""
+
+    def __init__(self, *, seed: int):
+        del seed
+
+    def choose(self, task: Task, position: int) -> bool:  # pyright: ignore[reportReturnType]
+        del task, position

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flowjax.config import ConfigError, default_config
-from flowjax.dataflow.algorithms import Candidate, Result, build_algorithms
+from flowjax.dataflow.algorithms import AlgorithmError, Candidate, Result, build_algorithms
 from flowjax.dataflow.built_in_algorithms import Greso
 from flowjax.dataflow.flow import Flow
 from flowjax.records import Episode, Lease, Task, Trajectory, Turn
@@ -375,6 +375,25 @@ def test_mistakes_are_named(algorithms, message):
     config.dataflow.algorithms = algorithms
     with pytest.raises(ConfigError, match=message):
         build_algorithms(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("TooFew", r"mine.path is .*:TooFew, whose keep cannot be called with \(result\): too many"),
+        ("Waiting", r"mine.path is .*:Waiting, whose keep is async, and nothing waits for it: make it a plain"),
+    ],
+)
+def test_hooks_of_ones_own_that_cannot_be_called_are_refused(name, message):
+    config = default_config()
+    config.dataflow.algorithms = {"mine": {"path": f"tests.dataflow.own_algorithm:{name}"}}
+    with pytest.raises(ConfigError, match=message):
+        build_algorithms(config)
+
+
+def test_an_answer_that_is_neither_yes_nor_no_ends_the_run_with_its_hook(tmp_path):
+    with pytest.raises(AlgorithmError, match=r"algorithms.mine.choose raised TypeError: it answers None: give True"):
+        Population(tmp_path, {"mine": {"path": "tests.dataflow.own_algorithm:Forgetful"}}).step()
 
 
 def test_one_of_the_users_own_is_found_by_its_path(tmp_path):

@@ -38,6 +38,11 @@ def test_a_sound_config_passes(config):
             50_000,  # of 12 turns of 1,024 and 256 tokens, or what the recipe of these tests has
             ("config.dataflow.max_message_bytes is 50000", "of tokens and log-probs", "raise it beyond that"),
         ),
+        (
+            "dataflow.algorithms",
+            ConfigDict({"overlong_filter": {"limit_tokens": 257}}),
+            ("overlong_filter.limit_tokens is 257", "config.rollout.max_new_tokens, 256", "lower it to 256"),
+        ),
         ("reward.components", ConfigDict(), ("config.reward.components is empty", "success")),
     ],
 )
