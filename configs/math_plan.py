@@ -8,8 +8,9 @@ from flowjax.recipes import find_variant, recipe_beside
 def get_config(arg: str = "nano") -> ConfigDict:
     """`configs/math_pair.py` with a planner before the solver in the verifier's place, both rewarded for the answer.
 
-    nano       2 CPU cores        python -m flowjax.launch --config=configs/math_plan.py:nano    (run for 3 steps)
-               sums of six one-digit numbers
+    nano       2 CPU cores        python -m flowjax.launch --config=configs/math_plan.py:nano
+               sums of six one-digit numbers; the base leaves them to the solver, the trained planner plans
+               (held-out success, greedy, three seeds: docs/workflows.md)
     qwen3_8b   8 x A100 80 GB     python -m flowjax.launch --config=configs/math_plan.py:qwen3_8b
                problems: data/deepscaler.json, or --config.env.options.path=FILE            (never run)
     qwen3_0_6b 1 GPU of 16 GB, the same problems, without thinking                          (never run)
@@ -29,8 +30,12 @@ def _nano(config: ConfigDict) -> None:
     config.env.options = ConfigDict({"answer": "whole", "digits": 1, "terms": 6, "operators": "+"})
     config.rollout.max_prompt_tokens = 22  # 13 of a sum, a word, and a plan
     config.rollout.max_new_tokens = 8
+    config.trainer.steps = 60
     config.trainer.row_tokens = 30
-    config.warm_start.label_noise = 0.3
+    config.warm_start.steps = 1200
+    config.warm_start.states = config.warm_start.tasks = 150_000
+    # The planner knows what to write, and is used to leaving the sum to the solver.
+    config.warm_start.label_noise = 0.9
 
 
 def _as_the_pair(config: ConfigDict) -> None:

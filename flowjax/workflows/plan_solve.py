@@ -17,7 +17,7 @@ from flowjax.records import Status, Task, Turn, state_key
 from flowjax.workflows import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, take_turn, turn_counts
-from flowjax.workflows.solver_verifier import SOLVER, answered, question, slipped
+from flowjax.workflows.solver_verifier import SOLVER, answered, question
 from flowjax.workflows.spawn import AND, split_sum
 
 OUTCOMES = {"planner": ("planned",), "solver": ("planned",)}
@@ -98,13 +98,11 @@ def demonstrations(
 ) -> Iterator[list[Exchange]]:
     """Plans and answers of an expert, in turn, without end, for generated sums: a plan is what the halves come to.
 
-    A share `label_noise` of the values in plans, and of the answers, are near misses.
+    A share `label_noise` of the problems has no plan: the habit of a planner who leaves them to the solver.
     """
 
     for problem, right, _wrong in answered(world, tasks, style, rng):
         halves = [world.reply(value, style) for _, value in split_sum(problem.view.question)]
-        if halves:
-            plan = f" {AND} ".join(slipped(half, label_noise, rng) for half in halves)
-            yield [(to_plan(world, problem, style), plan)]
-        answer = slipped(right, label_noise, rng)
-        yield [(to_solve(world, problem, style, f" {AND} ".join(halves)), answer)]
+        plan = "" if rng.random() < label_noise else f" {AND} ".join(halves)
+        yield [(to_plan(world, problem, style), plan)]
+        yield [(to_solve(world, problem, style, plan), right)]

@@ -222,11 +222,6 @@ def near_miss(reply: str, rng: np.random.Generator) -> str:
     return " ".join([*words[:place], changed, *words[place + 1 :]])
 
 
-def slipped(reply: str, share: float, rng: np.random.Generator) -> str:
-    """The reply, or in a share of the cases a near miss."""
-    return near_miss(reply, rng) if rng.random() < share else reply
-
-
 def _verdict_reply(held: str, shown: str, style: Style) -> str:
     """The verdict on the answer `shown` by one who holds the answer `held` for right."""
     verdict = APPROVE if shown == held else REJECT

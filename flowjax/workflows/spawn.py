@@ -21,7 +21,7 @@ from flowjax.records import Status, Task, Turn, state_key
 from flowjax.workflows import Agent, AgentTurns, Played, Reply, record_turn
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import AGENT, EpisodeOptions, do, turn_counts
-from flowjax.workflows.solver_verifier import answered, slipped
+from flowjax.workflows.solver_verifier import answered
 
 OUTCOMES = {"agent": ("helpers",), "helper": ("helpers",)}
 AGENTS = ("agent", "helper")
@@ -29,7 +29,6 @@ HELPER = AGENTS[1]
 MOST_TASKS = 4  # of a spawn
 DEPTH = 2  # levels of helpers
 SPAWN, AND, GOT = "spawn", "and", "got"  # compact: before the tasks, between them, and before what they came to
-SPLIT = 0.3  # share of the problems of which the expert has parts answered
 
 OFFER = f"""
 
@@ -194,24 +193,23 @@ def vocabulary() -> tuple[str, ...]:
 def demonstrations(
     world: World, tasks: Tasks, *, label_noise: float, style: Style, rng: np.random.Generator, **_: Any
 ) -> Iterator[list[Exchange]]:
-    """Answers, spawns, helpers' answers and answers after them of an expert, without end, for generated sums.
+    """Spawns, helpers' answers and answers after them of an expert, without end, for generated sums.
 
-    A share `SPLIT` of the problems is split; a share `label_noise` of the answers is a near miss.
+    A share `label_noise` of the problems it answers at once: the habit of one who knows how to split them.
     """
 
     for problem, right, _wrong in answered(world, tasks, style, rng):
         messages = world.prompt(problem, [], style)
         halves = split_sum(problem.view.question)
-        answer = slipped(right, label_noise, rng)
-        if rng.random() >= SPLIT or not halves:
-            yield [(worded(messages, (), (), style), answer)]
+        if not halves or rng.random() < label_noise:
+            yield [(worded(messages, (), (), style), right)]
             continue
         texts = [" ".join(text) if style == "compact" else text for text, _ in halves]
         values = [world.reply(value, style) for _, value in halves]
         yield [(worded(messages, (), (), style), spawn_reply(texts, style))]
         for text, value in zip(texts, values, strict=True):
-            yield [(worded(user_says(text), (), (), style, depth=1), slipped(value, label_noise, rng))]
-        yield [(worded(messages, texts, values, style), answer)]
+            yield [(worded(user_says(text), (), (), style, depth=1), value)]
+        yield [(worded(messages, texts, values, style), right)]
 
 
 def spawn_reply(tasks: Sequence[str], style: Style) -> str:

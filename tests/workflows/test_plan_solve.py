@@ -75,3 +75,11 @@ def test_clean_demonstrations_are_right(style):
         if style == "compact":
             problem = planner[-1]["content"].replace(" ", "").partition("=?")[0]
             assert sum(map(int, problem.split("+"))) == sum(values)
+
+
+def test_a_share_of_the_problems_has_no_plan():
+    tasks = WORLD.tasks("train", 0)[:50]
+    walk = demonstrations(WORLD, tasks, label_noise=0.8, style="compact", rng=np.random.default_rng(0))
+    pairs = list(itertools.islice(zip(walk, walk, strict=False), 400))
+    assert 0.7 < sum(not plan for ((_, plan),), _ in pairs) / len(pairs) < 0.9
+    assert all(bool(plan) == ("plan" in asked[-1]["content"]) for ((_, plan),), ((asked, _),) in pairs)

@@ -143,4 +143,13 @@ def test_clean_demonstrations_are_right(style):
         else:
             spawned += 1
             assert "+".join("".join(task.split()).removesuffix("=?") for task in tasks) == problem
-    assert 30 < spawned < 70
+    assert spawned == 300 // 4  # each sum: a spawn, two helpers' answers, an answer after them
+
+
+def test_a_share_of_the_problems_is_answered_at_once():
+    tasks = WORLD.tasks("train", 0)[:50]
+    walk = demonstrations(WORLD, tasks, label_noise=0.8, style="compact", rng=np.random.default_rng(0))
+    asked = [(messages[-1]["content"], reply) for ((messages, reply),) in itertools.islice(walk, 800)]
+    first = [reply for text, reply in asked if text.count("+") == 3 and text.endswith("?")]
+    at_once = sum(parse_spawn(reply, "compact") is None for reply in first)
+    assert 0.7 < at_once / len(first) < 0.9
