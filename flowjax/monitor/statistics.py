@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 RESAMPLES = 2000
 _DRAWS = 200  # of k samples of a task, for a majority
+_ROUNDING = 1e-12  # of the largest score: what floats alone let equal means differ by
 
 
 def task_interval(means: Float[np.ndarray, "tasks"]) -> tuple[float, float, float]:
@@ -25,7 +26,7 @@ def task_interval(means: Float[np.ndarray, "tasks"]) -> tuple[float, float, floa
     from scipy import stats  # takes a second: for who asks for an interval
 
     mean = float(np.mean(means))
-    if len(means) < 2 or np.ptp(means) == 0.0:
+    if len(means) < 2 or np.ptp(means) <= _ROUNDING * np.max(np.abs(means)):
         if not 0.0 <= mean <= 1.0:
             return mean, mean, mean
         z = float(stats.norm.ppf(0.975))
@@ -146,9 +147,11 @@ def difference(
     # Where the interaction outweighs the seeds, the estimate can fall below its largest part: that part then stands.
     variance = max(variance, max(part for part, _ in parts))
     mean, better = float(paired.mean()), _improvement(first, second)
-    if variance == 0.0:
-        # Every task says the same: a sign test, and as much of the difference as Wilson grants so many equal signs.
-        kept = 2 * wilson(tasks, tasks)[0] - 1
+    rounding = _ROUNDING * max(float(np.max(np.abs(side))) for side in (first, second))
+    if math.sqrt(variance) <= rounding:
+        # Every task says the same: a sign test, and as much of the difference as it grants so many equal signs.
+        mean = mean if abs(mean) > rounding else 0.0
+        kept = 2 * ((1 - confidence) / 2) ** (1 / tasks) - 1
         low, high = sorted((mean, kept * mean))
         return Difference(mean, low, high, 2.0 ** (1 - tasks) if mean else 1.0, better, 0.0, tasks, seeds)
     from scipy import stats

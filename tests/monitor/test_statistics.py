@@ -111,13 +111,26 @@ def test_of_a_single_pair_it_is_the_paired_t_test():
     assert (found.low, found.high) == pytest.approx(tuple(known.confidence_interval()))
 
 
-@pytest.mark.parametrize(("tasks", "p_value", "differs"), [(2, 0.5, False), (6, 1 / 32, True)])
+@pytest.mark.parametrize(("tasks", "p_value", "differs"), [(2, 0.5, False), (5, 1 / 16, False), (6, 1 / 32, True)])
 def test_tasks_that_all_say_the_same_are_no_certainty(tasks: int, p_value: float, differs: bool):
     """Two tasks of equal policies that are right half of the time say so in one of eight cases."""
     found = difference(np.ones((1, tasks)), np.zeros((1, tasks)))
     assert (found.mean, found.high, found.p_value) == (1.0, 1.0, p_value) and (found.low > 0.0) == differs
     other = difference(np.zeros((1, tasks)), np.ones((1, tasks)))
     assert (other.low, other.high) == (-found.high, -found.low)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("tasks", [2, 3, 10, 21])
+def test_rounding_is_no_spread_of_the_tasks(rows: int, tasks: int):
+    """Means of three samples are no exact numbers, and depend in their last digit on the order of the samples."""
+    found = difference(np.ones((rows, tasks)), np.full((rows, tasks), 1 / 3))
+    assert found.p_value == 2.0 ** (1 - tasks) and found.high == pytest.approx(2 / 3)
+    scores = np.full((rows, tasks), np.mean([0.1, 0.2, 0.3]))
+    scores[:, 0] = np.mean([0.3, 0.2, 0.1])
+    same = difference(scores, np.full((rows, tasks), 0.2))
+    assert (same.mean, same.low, same.high, same.p_value, same.detectable) == (0.0, 0.0, 0.0, 1.0, 0.0)
+    assert task_interval(scores[0]) == pytest.approx(task_interval(np.full(tasks, 0.2)))
 
 
 def test_what_is_the_same_differs_by_nothing():
