@@ -11,6 +11,7 @@ interval, p-value, probability of improvement, and what may be concluded; see `f
 Exit status: 0 compared, 2 something to correct in what was asked for.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,22 @@ from flowjax.monitor.held_out import by_task, evaluation_of, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
 
 _ALPHA = 0.05
+_BETWEEN_NAMES = re.compile(r",(?![^,/]+@\d+(?:,|\.jsonl))")  # a comma, but for those of "a@40,b@40.jsonl"
+
+
+def evaluations_named(side: str) -> list[Path]:
+    """The file of each evaluation that a side of the comparison names, with commas between them.
+
+    Raises:
+        ConfigError: there is none, or one is named twice, which would count as two seeds.
+    """
+    files = [evaluation_of(Path(name)) for name in _BETWEEN_NAMES.split(side)]
+    known: set[Path] = set()
+    for file in files:
+        if file.resolve() in known:
+            raise ConfigError(f"{file} is named twice on one side: give each seed of a method once")
+        known.add(file.resolve())
+    return files
 
 
 def read_scores(path: Path, metric: str) -> dict[str, float]:
@@ -64,7 +81,8 @@ def conclusion(found: Difference, metric: str) -> str:
     elif found.detectable == 0.0:
         text = f"No difference in {metric} could be shown {between}: {found.tasks} tasks that all agree are too few."
     elif metric == "success" and found.detectable > 1.0:
-        text = f"No difference in {metric} could be shown {between}, nor could any: {found.tasks} tasks are too few."
+        played = f"{found.tasks} tasks" + (f", played by {found.seeds[0]} and {found.seeds[1]} seeds," * of_method)
+        text = f"No difference in {metric} could be shown {between}, nor could any: {played} are too few."
     else:
         text = (
             f"No difference in {metric} could be shown {between}; one of {found.detectable:.3f} would have been found "
@@ -100,7 +118,7 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
         )
     console.print(f"A - B  {found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]  p = {found.p_value:.3g}")
     console.print(f"probability that A does better on a task  {found.improvement:.3f}")
-    if left_out := max(map(len, (*sides[0], *sides[1]))) - found.tasks:
+    if left_out := len(set().union(*sides[0], *sides[1])) - found.tasks:
         console.print(f"{left_out} tasks are left out that not every evaluation has")
     console.print(conclusion(found, metric), highlight=False, soft_wrap=True)
     return found
@@ -110,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if len(argv) != 3:
             raise ConfigError(f"give two sides to compare, not {len(argv) - 1}: python -m flowjax.compare A B")
-        first, second = ([Path(name) for name in side.split(",")] for side in argv[1:])
+        first, second = map(evaluations_named, argv[1:])
         compare(first, second, flags.FLAGS.metric, Console() if sys.stdout.isatty() else Console(width=140))
     except (ConfigError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Two sides are compared on the tasks that both have played, and a mistake is one line."""
 
+import gzip
 import io
 import os
 import subprocess
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from flowjax.compare import compare, read_scores
+from flowjax.compare import compare, evaluations_named, read_scores
 from flowjax.config import ConfigError
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 
@@ -77,6 +78,31 @@ def test_tasks_that_one_side_lacks_are_left_out_and_counted(tmp_path: Path):
     first, second = played(0.9, rng, 60), played(0.4, rng, 50)
     text = printed([evaluation(tmp_path / "a", first)], [evaluation(tmp_path / "b", second)])
     assert "50 shared tasks" in text and "10 tasks are left out" in text
+    later = {f"{index:04d}": [True] for index in range(50, 90)}
+    text = printed([evaluation(tmp_path / "a", first)], [evaluation(tmp_path / "b", later)])
+    assert "10 shared tasks" in text and "80 tasks are left out" in text
+
+
+def test_two_seeds_far_apart_are_said_to_be_too_few(tmp_path: Path):
+    rng = np.random.default_rng(3)
+    sides = [[evaluation(tmp_path / f"{side}{share}", played(share, rng)) for share in (0.2, 0.9)] for side in "ab"]
+    assert "nor could any: 200 tasks, played by 2 and 2 seeds, are too few" in printed(*sides)
+
+
+def test_a_seed_that_is_named_twice_is_no_second_seed(tmp_path: Path):
+    one, other = (evaluation(tmp_path / name, {"x": [True], "y": [False]}) for name in "ab")
+    file = one / "held_out" / "agent@40.jsonl"
+    assert evaluations_named(f"{one},{other}") == [file, other / "held_out" / "agent@40.jsonl"]
+    for again in (one, file, tmp_path / "b" / ".." / "a"):
+        with pytest.raises(ConfigError, match=r"agent@40\.jsonl is named twice on one side: give each seed"):
+            evaluations_named(f"{one},{again}")
+
+
+def test_files_of_several_policies_have_commas_in_their_names(tmp_path: Path):
+    folders = [evaluation(tmp_path / name, {"x": [True], "y": [False]}, "a@40,b@9,c@40") for name in ("m", "n@1")]
+    files = [folder / "held_out" / "a@40,b@9,c@40.jsonl" for folder in folders]
+    assert evaluations_named(f"{files[0]},{files[1]}") == files
+    assert evaluations_named(f"{folders[0]},{folders[1]}") == files
 
 
 def test_samples_of_a_task_are_averaged_and_any_outcome_is_a_metric(tmp_path: Path):
@@ -120,6 +146,9 @@ def test_mistakes_name_the_file_and_the_remedy(tmp_path: Path):
     (one / "held_out" / "agent@40.jsonl").write_text('{"task": 3}\n')
     with pytest.raises(ConfigError, match="line 1 is no episode"):
         read_scores(one, "success")
+    (packed := tmp_path / "agent@40.turns.gz").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(ConfigError, match=r"turns\.gz is no text .*: give a file of held_out/"):
+        read_scores(packed, "success")
 
 
 def test_the_command_compares_and_refuses(tmp_path: Path):

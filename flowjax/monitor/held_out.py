@@ -88,7 +88,11 @@ def read_held_out(path: Path) -> list[HeldOutEpisode]:
     """
     path = evaluation_of(path)
     episodes: list[HeldOutEpisode] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text ({error}): give a file of held_out/ that ends in .jsonl") from error
+    for number, line in enumerate(lines, 1):
         try:
             episodes.append(HeldOutEpisode(**json.loads(line)))
         except (ValueError, TypeError) as error:
