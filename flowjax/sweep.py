@@ -45,7 +45,7 @@ from flowjax.fields import FOLDER_NAME, nearest, shown
 from flowjax.files import replace_file
 from flowjax.launch import command_line
 from flowjax.launch.__main__ import read_request
-from flowjax.launch.checks import check_config, check_unchanged
+from flowjax.launch.checks import check_config, check_unchanged, differences
 from flowjax.launch.machine import RunInUse, check_unused, hold
 from flowjax.launch.preflight import examine
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
@@ -68,13 +68,17 @@ _FIELDS: dict[str, tuple[type, Any, str]] = {
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A run of a sweep: its variant and seed, its folder and the launcher's arguments that begin it."""
+    """A run of a sweep: its variant and seed, its folder and the launcher's arguments that begin it.
+
+    `changes` are those that resume it besides, of fields that may differ then and do: more steps, say.
+    """
 
     variant: str
     seed: int
     folder: Path
     argv: Sequence[str]
     config: ConfigDict
+    changes: Sequence[str] = ()
 
     @property
     def result(self) -> Path:
@@ -167,20 +171,26 @@ def _run(path: Path, recipe: str, folder: Path, name: str, variant: str | Mappin
         raise ConfigError(f"config.{min(reserved)} is the sweep's to set: use SEEDS, NAME and RUNS")
     run_name = f"{name}-{seed}"
     fields |= {"seed": seed, "name": run_name, "runs": str(folder)}
-    argv = [f"--config={variant if isinstance(variant, str) else recipe}"]
-    argv += [f"--config.{field}={value if isinstance(value, str) else repr(value)}" for field, value in fields.items()]
+    argv = [f"--config={variant if isinstance(variant, str) else recipe}", *_flags(fields)]
     config, _ = command_line.parse(argv)
     if problems := check_config(config):
         raise ConfigError("; ".join(problems))
     if not config.eval.tasks:
         raise ConfigError("config.eval.tasks is 0: a sweep compares held-out evaluations, so ask for some tasks")
-    run_dir = folder / run_name
-    if (run_dir / "config.json").exists() and (changed := check_unchanged(load_run(run_dir), config)):
-        differs = changed[0].partition(": leave")[0]
-        raise ConfigError(
-            f"{run_dir} was begun otherwise ({differs}): give the sweep another NAME, or remove that folder"
-        )
-    return SweepRun(name, seed, run_dir, argv, config)
+    run_dir, changes = folder / run_name, {}
+    if (run_dir / "config.json").exists():
+        saved = load_run(run_dir)
+        if changed := check_unchanged(saved, config):
+            differs = changed[0].partition(": leave")[0]
+            raise ConfigError(
+                f"{run_dir} was begun otherwise ({differs}): give the sweep another NAME, or remove that folder"
+            )
+        changes = {field: now for field, _, now in differences(saved, config) if field not in ("name", "runs")}
+    return SweepRun(name, seed, run_dir, argv, config, _flags(changes))
+
+
+def _flags(fields: Mapping[str, Any]) -> list[str]:
+    return [f"--config.{field}={value if isinstance(value, str) else repr(value)}" for field, value in fields.items()]
 
 
 def _problems(sweep: Sweep) -> list[str]:
@@ -209,14 +219,19 @@ async def _run_all(sweep: Sweep, console: Console) -> tuple[list[str], int]:
             while check_unused(run.folder) and asyncio.get_running_loop().time() < until:
                 await asyncio.sleep(0.5)
             resumed = (run.folder / "config.json").exists()
-            argv = [f"--resume={run.folder}"] if resumed else list(run.argv)
+            argv = [f"--resume={run.folder}", *run.changes] if resumed else list(run.argv)
             say(f"{run.folder.name}: {'resumed' if resumed else 'begun'}")
             supervisor = Supervisor(sweep.folder / "logs")
             supervisors.append(supervisor)
             supervisor.start(Role(run.folder.name, [sys.executable, "-m", "flowjax.launch", *argv], finite=True))
             try:
                 await supervisor.until(supervisor.ended(run.folder.name))
-                say(f"{run.folder.name}: finished")
+                if run.result.exists():
+                    say(f"{run.folder.name}: finished")
+                else:
+                    failed.append(run.folder.name)
+                    log = sweep.folder / "logs" / f"{run.folder.name}.log"
+                    say(f"{run.folder.name}: ended without {run.result.name} in {run.result.parent}, see {log}")
             except RoleFailed as error:
                 failed.append(run.folder.name)
                 say(f"{run.folder.name}: {error.reason}, see {error.log}")
@@ -368,7 +383,9 @@ def main(argv: Sequence[str]) -> int:
             if rows:
                 replace_file(sweep.folder / "sweep.md", text := table(sweep, rows, said))
                 replace_file(sweep.folder / "sweep.svg", figure(sweep, rows))
-                console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                text = "\n".join(said)
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
     except (ConfigError, OSError, RunInUse) as error:
         print(f"sweep: {error}", file=sys.stderr)
         return _USER_MISTAKE

@@ -183,7 +183,8 @@ argv = sys.argv[1:]
 with open("called.txt", "a") as file:
     file.write(json.dumps(argv) + "\\n")
 if argv[0].startswith("--resume="):
-    folder = Path(argv[0].partition("=")[2]); config = load_run(folder)
+    folder = Path(argv[0].partition("=")[2])
+    config, _ = parse(argv[1:], fallback=lambda _: load_run(folder))
 else:
     config, _ = parse(argv)
     folder = Path(config.runs) / config.name
@@ -191,6 +192,8 @@ else:
 how = json.loads(Path("how.json").read_text()).get(folder.name, "")
 if how == "fails":
     sys.exit(3)
+if how == "evaluates nothing":
+    sys.exit(0)
 if how == "sleeps":
     (folder / "asleep").touch()
     time.sleep(60)
@@ -240,6 +243,25 @@ def test_what_is_finished_is_not_run_again_and_what_is_broken_is_resumed(launche
     assert "A and B have the same success on every task" in Path("runs/sweep/sweep.md").read_text()
     assert Path("runs/sweep/sweep.svg").read_text().startswith("<svg")
     assert main(["sweep.py"]) == 0 and len(called(launcher)) == 7
+
+
+def test_runs_go_on_with_the_steps_that_the_file_has_by_then(launcher, capsys):
+    sweep_of(GOOD)
+    assert main(["sweep.py"]) == 0
+    sweep_of(GOOD.replace('"trainer.steps": 3', '"trainer.steps": 9'))
+    assert main(["sweep.py"]) == 0, capsys.readouterr().out
+    assert called(launcher)[6:] == [[f"--resume=runs/sweep/slow-{seed}", "--config.trainer.steps=9"] for seed in (0, 1)]
+    assert "Not finished" not in Path("runs/sweep/sweep.md").read_text()
+
+
+def test_a_run_that_ends_without_its_evaluation_has_failed(launcher, capsys):
+    sweep_of(GOOD.replace("(0, 1)", "(0,)"))
+    how = dict.fromkeys(("grpo-0", "slow-0", "gigpo-0"), "evaluates nothing")
+    (launcher / "how.json").write_text(json.dumps(how))
+    assert main(["sweep.py"]) == 1
+    out = capsys.readouterr().out
+    assert "slow-0: ended without agent@3.jsonl in runs/sweep/slow-0/held_out, see runs/sweep/logs/slow-0.log" in out
+    assert "Not finished, and left out: grpo-0, slow-0, gigpo-0." in out
 
 
 def test_a_sweep_that_is_killed_takes_its_runs_along_and_goes_on(launcher):
