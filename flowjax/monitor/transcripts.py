@@ -11,6 +11,7 @@ the beginning that it shares with the turn before, `prompt_shared` tokens of tha
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +74,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             for line in file:
                 yield json.loads(line)
-    except (OSError, EOFError, ValueError):  # of a run that a power cut has ended: what there is is shown
+    except (OSError, EOFError, ValueError, zlib.error):  # of a run that a power cut has ended: what there is is shown
         return
 
 

@@ -71,6 +71,8 @@ def test_equal_lines_are_equal_files_and_a_torn_one_is_read_as_far_as_it_goes(tm
     assert found == lines[: len(found)]
     (tmp_path / "a").write_bytes(b"no gzip")
     assert list(read_lines(tmp_path / "a")) == list(read_lines(tmp_path / "missing")) == []
+    (tmp_path / "a").write_bytes(whole[:10] + b"\xff" * 40)  # what a disk may give for a block that it has lost
+    assert list(read_lines(tmp_path / "a")) == []
 
 
 def test_what_is_shown_is_data_and_never_too_much():
