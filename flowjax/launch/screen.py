@@ -346,10 +346,11 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             percent(number(last, "invalid_share")),
         )
     workers = Table("worker", "heard of", "serving", "playing", "episodes", "mismatch k3")
+    silent_s = max(now_s - (number(dataflow, "time_s") or now_s), 0.0)
     for name, worker in dataflow.get("workers", {}).items():
         serving = ", ".join(f"{policy}@{version}" for policy, version in worker["serving"].items())
         playing = f"{worker['playing']} of {worker['playing'] + worker['free_slots']}"
-        heard, k3 = f"{clock(worker['heard_s_ago'])} ago", scientific(number(worker, "mismatch_kl"))
+        heard, k3 = f"{clock(silent_s + worker['heard_s_ago'])} ago", scientific(number(worker, "mismatch_kl"))
         workers.add_row(Text(printable(name)), heard, serving, playing, str(worker["episodes"]), k3)
     evaluations = Table(show_header=False)
     for entry in entries:
