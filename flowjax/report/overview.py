@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,18 @@ def overview(run_dir: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the folder is none of a run.
     """
-    config, entries = load_run(run_dir), read_metrics(run_dir)
+    config, entries, warm = load_run(run_dir), read_metrics(run_dir), read_metrics(run_dir / "warm_start")
     train = [entry for entry in entries if entry["kind"] == "train"]
     evaluations = [entry for entry in entries if entry["kind"] == "eval"]
     if not train and not evaluations:
         raise ConfigError(f"{run_dir} has no step and no evaluation in metrics.jsonl yet: give the folder of a run")
     events = [entry for entry in entries if entry["kind"] == "run"]
-    warm_start = _warm_start(run_dir)
+    warm_start = _warm_start(warm)
     starts = read_starts(run_dir)
+    ends = ends_of(starts, [*entries, *warm])
+    paused = pauses(starts, ends)
+    warm_s = _awake(warm_start[1], paused) - _awake(warm_start[0], paused) if warm_start else 0.0
+    wall_s = sum(end - start["started_s"] for start, end in zip(starts, ends, strict=True))
     return {
         "name": run_dir.name,
         "folder": str(run_dir),
@@ -53,8 +56,8 @@ def overview(run_dir: Path) -> dict[str, Any]:
         "policies": _by_policy(train),
         "evaluations": list(_evaluations(evaluations)),
         "problems": [str(finding) for finding in diagnose(train)],
-        "timeline": timeline(train, evaluations, events, warm_start, pauses(entries, starts)),
-        "spent": spent(train, evaluations, warm_start, starts),
+        "timeline": timeline(train, evaluations, events, warm_start, paused),
+        "spent": spent(train, evaluations, warm_s, wall_s),
         "events": [
             {name: event.get(name, "") for name in ("time_s", "role", "event", "text")}
             for event in events
@@ -85,9 +88,9 @@ def _number(value: Any) -> float | None:
     return float(f"{value:.5g}") if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _warm_start(run_dir: Path) -> tuple[float, float] | None:
+def _warm_start(entries: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
     """Times of the first and the last step of the warm start; None for a run without."""
-    times = [entry["time_s"] for entry in read_metrics(run_dir / "warm_start") if "time_s" in entry]
+    times = [entry["time_s"] for entry in entries if "time_s" in entry]
     return (min(times), max(times)) if len(times) > 1 else None
 
 
@@ -124,13 +127,19 @@ def timeline(
     return rows
 
 
-def pauses(entries: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Times between a launch and the next: a run that was killed ended with its last line."""
+def ends_of(starts: Sequence[Mapping[str, Any]], entries: Sequence[Mapping[str, Any]]) -> list[float]:
+    """End of each launch: of one that was killed, or goes on, the last line that the run has of it."""
     found = []
-    for before, after in pairwise(starts):
-        lines = [entry["time_s"] for entry in entries if entry.get("time_s", math.inf) < after["started_s"]]
-        found.append((before.get("ended_s", max(lines, default=after["started_s"])), after["started_s"]))
-    return [(ended_s, started_s) for ended_s, started_s in found if started_s > ended_s]
+    for start, after_s in zip(starts, [*(start["started_s"] for start in starts[1:]), math.inf], strict=True):
+        lines = [time_s for entry in entries if start["started_s"] <= (time_s := entry.get("time_s", 0.0)) < after_s]
+        found.append(start.get("ended_s", max(lines, default=start["started_s"])))
+    return found
+
+
+def pauses(starts: Sequence[Mapping[str, Any]], ends: Sequence[float]) -> list[tuple[float, float]]:
+    """Times between a launch and the next."""
+    between = zip(ends, (start["started_s"] for start in starts[1:]), strict=False)
+    return [(ended_s, started_s) for ended_s, started_s in between if started_s > ended_s]
 
 
 def _awake(time_s: float, paused: Sequence[tuple[float, float]]) -> float:
@@ -172,23 +181,23 @@ def phase_seconds(line: Mapping[str, Any]) -> dict[str, float]:
 def spent(
     train: Sequence[Mapping[str, Any]],
     evaluations: Sequence[Mapping[str, Any]],
-    warm_start: tuple[float, float] | None,
-    starts: Sequence[Mapping[str, Any]],
+    warm_s: float,
+    wall_s: float,
 ) -> dict[str, Any]:
-    """Seconds by phase over the whole run, with what they were spent on besides."""
-    phases: dict[str, float] = {}
-    if warm_start is not None:
-        phases["warm start"] = warm_start[1] - warm_start[0]
+    """Seconds by phase over the whole run, with what they were spent on besides.
+
+    Trainers of their own for several policies work side by side: their phases are then more than the wall time.
+    """
+    phases: dict[str, float] = {"warm start": warm_s} if warm_s else {}
     for line in train:
         for name, seconds in phase_seconds(line).items():
             phases[_PHASES[name]] = phases.get(_PHASES[name], 0.0) + seconds
-    wall_s = sum(start["ended_s"] - start["started_s"] for start in starts if "ended_s" in start)
     if wall_s > sum(phases.values()):
         phases["starting, stopping and evaluating alone"] = wall_s - sum(phases.values())
     sums = {name: sum(line.get(name, 0) or 0 for line in train) for name in ("episodes", "turns", "trained_tokens")}
     return {
         "phases": phases,
-        "wall_s": max(wall_s, sum(phases.values())),  # a start that was killed has no end
+        "wall_s": wall_s or sum(phases.values()),  # of a run without run.json
         "evaluation_s": sum(entry.get("seconds", 0.0) for entry in evaluations),
         **sums,
     }

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flowjax.config import default_config, save_run
 from flowjax.monitor.transcripts import batch_path, read_lines, write_lines
 from flowjax.report import page
 from flowjax.report.__main__ import PageHandler, main
 from flowjax.report.credit import explain_credit
 from flowjax.report.episodes import EpisodePages, RecordedGroup, read_batch
-from flowjax.report.overview import overview, pauses, phase_seconds, timeline
+from flowjax.report.overview import ends_of, overview, pauses, phase_seconds, timeline
 from flowjax.report.page import make_page
 from flowjax.run import read_run
 from tests.report.recorded import TRAINED_LESS, record_run
@@ -89,7 +90,9 @@ def test_the_night_between_a_crash_and_its_resume_is_no_time_of_the_run():
         for time_s, event in [(101.0, "start"), (110.0, "up"), (5001.0, "start"), (5010.0, "up"), (9001.0, "start")]
     ]
     steps = [{"time_s": 160.0, "wait_s": 4.0, "step_s": 6.0}, {"time_s": 5020.0, "wait_s": 5.0, "step_s": 2.0}]
-    paused = pauses([*events, *steps], started)
+    ends = ends_of(started, [*events, *steps])
+    assert ends == [160.0, 5030.0, 9001.0]
+    paused = pauses(started, ends)
     assert paused == [(160.0, 5000.0), (5030.0, 9000.0)]
     engine, trainer = timeline(steps, [], events, None, paused)
     # 4,840 s earlier from the second launch on: what was up at the crash ends with it.
@@ -97,6 +100,21 @@ def test_the_night_between_a_crash_and_its_resume_is_no_time_of_the_run():
         [101.0, 110.0, "starting"], [110.0, 161.0, "up"], [161.0, 170.0, "starting"], [170.0, 191.0, "up"]
     ]  # fmt: skip
     assert [span[:2] for span in trainer["spans"]] == [[150.0, 154.0], [154.0, 160.0], [173.0, 178.0], [178.0, 180.0]]
+
+
+def test_a_run_took_as_long_as_its_launches_whatever_its_trainers_did_side_by_side(tmp_path: Path):
+    save_run(default_config(), tmp_path)
+    starts = [{"started_s": 100.0}, {"started_s": 5000.0, "ended_s": 5100.0}]
+    (tmp_path / "run.json").write_text(json.dumps({"starts": starts}))
+    (tmp_path / "warm_start").mkdir()
+    for name, lines in (
+        ("warm_start", [{"kind": "warm_start", "time_s": time_s} for time_s in (110.0, 150.0, 5010.0, 5020.0)]),
+        (".", [{"kind": "train", "time_s": 5090.0, "policy": of, "step": 1, "wait_s": 60.0} for of in ("a", "b")]),
+    ):
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    spent = overview(tmp_path)["spent"]
+    assert spent["wall_s"] == 50.0 + 100.0, "the launch that was killed went on to its last line"
+    assert spent["phases"] == {"warm start": 40.0 + 20.0, "waiting for episodes": 120.0}
 
 
 def test_a_world_that_has_gone_costs_the_drawings_and_nothing_else(run: Path):
