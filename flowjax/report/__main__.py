@@ -35,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0
     os.environ["JAX_PLATFORMS"] = "cpu"  # values of states need no accelerator, which may be busy with the run itself
-    runs = [Path(argument) for argument in argv if not argument.startswith("-")]
+    named = [Path(argument) for argument in argv if not argument.startswith("-")]
+    runs = [run if run.name.strip(".") else run.resolve() for run in named]  # "." is a folder that has a name, too
     given = [argument.lstrip("-").partition("=") for argument in argv if argument.startswith("-")]
     options = {name: value for name, _, value in given}
     try:
@@ -64,6 +65,8 @@ def _check(runs: Sequence[Path], options: dict[str, str]) -> None:
         raise ValueError(f"--{unknown[0]} is not known: use some of {', '.join(f'--{name}' for name in _OPTIONS)}")
     if not runs:
         raise ValueError("no run is named: give the folder of one, for example runs/sokoban-nano")
+    if twice := [run for place, run in enumerate(runs) if run.resolve() in map(Path.resolve, runs[:place])]:
+        raise ValueError(f"{twice[0]} is named twice, which would pass for two seeds: name each run once")
     for run in runs:  # the first look would tell it, and no more than that
         if "serve" in options and not (run / "config.json").exists():
             flags = "values of flags after '=', as in --serve=8700"

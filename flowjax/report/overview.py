@@ -229,6 +229,12 @@ def methods(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return list(found.values())
 
 
+def names_of(runs: Sequence[Path]) -> list[str]:
+    """Names of runs as they are shown: of the folders, with all of their path where two have the same."""
+    names = [run.name for run in runs]
+    return [str(run) if names.count(run.name) > 1 else run.name for run in runs]
+
+
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     """Fields of a config by dotted names, with values that JSON has."""
     for name, value in values.items():

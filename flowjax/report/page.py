@@ -25,7 +25,7 @@ from flowjax.report.episodes import (
     read_evaluation,
     workflow_use,
 )
-from flowjax.report.overview import differences, methods, overview
+from flowjax.report.overview import differences, methods, names_of, overview
 from flowjax.run import Run, read_run
 
 ASSETS = Path(__file__).parent / "assets"
@@ -67,6 +67,8 @@ def make_page(runs: Sequence[Path], *, groups_per_step: int = 0, known: dict[Any
         whole = len(costs) == sum(len(batches_of(run_dir, policy)) for policy in run.policies)
         data["spent"]["cost"] = sum(costs) if whole else None
     data = {"runs": shown, "differences": differences(shown), "methods": methods(shown)}
+    for run, name in zip(shown, names_of(runs), strict=True):
+        run["name"] = name
     parts = {
         "TITLE": escape(", ".join(run["name"] for run in shown)),
         "STYLE": (ASSETS / "page.css").read_text(encoding="utf-8"),

@@ -23,6 +23,7 @@ from flowjax.credit.table import TurnTable, build_table, columns_of
 from flowjax.monitor.metrics import read_metrics
 from flowjax.report.credit import value_options
 from flowjax.report.episodes import batches_of, most_divided, read_batch
+from flowjax.report.overview import names_of
 from flowjax.run import read_run
 
 _WIDTH, _HEIGHT = 760, 380
@@ -46,8 +47,8 @@ class Curve:
     evaluations: Sequence[Mapping[str, Any]]
 
 
-def curves(run: Path) -> list[Curve]:
-    """The run's, one for each policy.
+def curves(run: Path, name: str) -> list[Curve]:
+    """The run's, one for each policy, under that name.
 
     Raises:
         ValueError: a folder without training steps.
@@ -59,10 +60,10 @@ def curves(run: Path) -> list[Curve]:
         raise ValueError(f"{run} has no training steps in metrics.jsonl: give the folder of a run")
     policies = list(dict.fromkeys(entry.get("policy", "") for entry in train))
     if len(policies) == 1:
-        return [Curve(run.name, train, evaluations)]
+        return [Curve(name, train, evaluations)]
     return [
         Curve(
-            f"{run.name} {policy}",
+            f"{name} {policy}",
             [entry for entry in train if entry["policy"] == policy],
             [
                 {"step": entry["versions"][policy], **entry["policies"][policy]}
@@ -80,7 +81,7 @@ def learning_curves(runs: Sequence[Path]) -> str:
     Raises:
         ValueError: a folder without training steps.
     """
-    drawn = [curve for run in runs for curve in curves(run)]
+    drawn = [curve for run, name in zip(runs, names_of(runs), strict=True) for curve in curves(run, name)]
     steps = max(entry["step"] for curve in drawn for entry in curve.train)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '

@@ -78,7 +78,7 @@ def test_every_policy_has_a_curve_of_its_own(tmp_path: Path):
     for step in range(1, 4):
         metrics.write("train", step=step, policy="solver", success_rate=step / 5)
     metrics.write("train", step=1, policy="verifier", success_rate=0.9)
-    solver, verifier = curves(tmp_path)
+    solver, verifier = curves(tmp_path, "pair")
     assert [entry["success_rate"] for entry in solver.train] == [0.2, 0.4, 0.6]
     assert [entry["step"] for entry in solver.evaluations] == [3]
     assert [len(verifier.train), len(verifier.evaluations)] == [1, 0]
@@ -131,6 +131,22 @@ def test_states_have_the_values_that_the_estimator_sees(run: Path, monkeypatch):
 def test_the_command_writes_both_pictures(run: Path, capsys):
     assert main([str(run), "--svg"]) == 0
     assert capsys.readouterr().out.split() == [str(run / "learning_curve.svg"), str(run / "state_graph.svg")]
+
+
+def test_a_run_is_named_once_and_by_a_name_that_tells_it_from_the_others(
+    run: Path, tmp_path: Path, capsys, monkeypatch
+):
+    again = tmp_path / "moved" / run.name
+    again.mkdir(parents=True)
+    for file in ("metrics.jsonl", "config.json"):
+        (again / file).write_bytes((run / file).read_bytes())
+    picture = learning_curves([run, again])
+    assert f">{run}</text>" in picture and f">{again}</text>" in picture
+    assert main([str(again), str(again / ".." / again.name), "--svg"]) == 2
+    assert "is named twice, which would pass for two seeds: name each run once" in capsys.readouterr().err
+    monkeypatch.chdir(again)
+    assert main([".", "--svg"]) == 0
+    assert f">{again.name}</text>" in (again / "learning_curve.svg").read_text()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys):
