@@ -15,6 +15,7 @@ from flowjax.evaluate import main
 from flowjax.grading.math import equal
 from flowjax.monitor.held_out import read_held_out
 from flowjax.monitor.provenance import read_starts
+from flowjax.rollout.episode import EpisodeFile
 
 RECIPE = """
 from ml_collections import ConfigDict
@@ -197,6 +198,14 @@ def test_a_slow_answer_is_waited_for_and_a_record_that_was_cut_is_played_again(t
     asked = len(endpoint.bodies)
     assert main(command) == 0
     assert len(endpoint.bodies) == asked + 2 and len(read_held_out(tmp_path / "out")) == 24
+
+
+def test_looking_at_episodes_takes_none_from_the_process_that_adds_to_them(tmp_path, command):
+    assert main(command) == 0
+    file = tmp_path / "out" / "episodes.msgpack"
+    file.write_bytes(adding := file.read_bytes()[:-3])
+    assert len(EpisodeFile(file).read()) == 23 and file.read_bytes() == adding
+    assert len(EpisodeFile(file).resume()) == 23 and len(file.read_bytes()) < len(adding)
 
 
 def test_answers_are_graded_by_the_world(tmp_path, command):

@@ -328,7 +328,11 @@ class EpisodeFile:
         self._path = path
 
     def read(self) -> dict[str, Episode]:
-        """The whole episodes, by id."""
+        """The whole episodes, by id; another process may be adding to them."""
+        return self._whole()[0]
+
+    def resume(self) -> dict[str, Episode]:
+        """The whole episodes, by id. What a crash left behind them is cut off: nobody else may be adding to them."""
         found, end = self._whole()
         if self._path.exists() and self._path.stat().st_size > end:
             with self._path.open("r+b") as file:
@@ -379,6 +383,7 @@ async def play_missing(
     """Play those leases whose episodes the file does not have. Returns all that there are then, by id.
 
     Args:
+        file: to which no other process adds meanwhile.
         play: one episode; an `EngineError` is a failure of what answers, which says nothing about the episode.
         slots: episodes at a time.
         attempts: plays of an episode that its world breaks, after which it is left out; a second start tries again.
@@ -391,7 +396,7 @@ async def play_missing(
     wanted = {lease.episode_id: lease for lease in leases}
     kept = {
         name: episode
-        for name, episode in file.read().items()
+        for name, episode in file.resume().items()
         if name in wanted and episode.task_id == wanted[name].task.task_id
     }
     waiting = iter([lease for lease in leases if lease.episode_id not in kept])
