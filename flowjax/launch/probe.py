@@ -250,10 +250,11 @@ def _reward(policy: Policy, run: Run) -> Iterator[str]:
     from flowjax.rewards import check_reward
 
     components, workflow, world = policy.reward.components.to_dict(), run.config.workflow, run.config.env.name
-    agents = [agent for agent, model in run.agents.items() if model == policy.name] or [""]
+    alone = len(run.agents) == 1  # an evaluation pays a base model in the policy's place, but none of several
+    agents = [agent for agent, model in run.agents.items() if model == policy.name] or [""] * alone
     module, _, name = workflow.partition(":")
     for agent in agents if components and not workflow_problem(module, name) else ():
-        who = f"the {agent} of {workflow}" if agent and len(run.agents) > 1 else world
+        who = f"the {agent} of {workflow}" if agent and not alone else world
         check_reward(components, outcomes_of(workflow, agent, find_world(world)), who)
     yield from ()
 

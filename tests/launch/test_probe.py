@@ -109,6 +109,12 @@ def test_a_reward_may_not_read_what_the_agents_of_its_policy_do_not_report(polic
         assert f"which the {policy} of flowjax.workflows.solver_verifier:play does not report" in text
 
 
+def test_a_reward_that_nobody_is_paid_needs_no_outcome():
+    """The base model of this recipe could not be evaluated: its verifier's reward reads what only that one reports."""
+    assert problems(agents={"solver": "base", "verifier": "base"}, **{"eval.versions": (0,)}) == []
+    assert problems(agents={"solver": "solver", "verifier": "base"}, **{"eval.versions": (1,)}) == []
+
+
 def test_outcomes_of_a_workflow_are_by_agent(tmp_path, monkeypatch):
     (tmp_path / "flat.py").write_text('OUTCOMES = ("helpful",)\n\nasync def play(*_, **__): ...\n')
     monkeypatch.syspath_prepend(tmp_path)
