@@ -216,7 +216,7 @@ def _of_model(config: ConfigDict, folder: Path | None, given: Mapping[str, Any])
     model = Path(given["model"])
     config.model.path, config.model.nano = str(model), None
     _play_bases(config)
-    return _evaluation(config, folder, given["out"], {}, {"name": model.name, "model": str(model)}, weights=model)
+    return _evaluation(config, folder, given["out"], {}, {"name": model.name, "model": str(model)})
 
 
 def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str, Any]) -> list[Evaluation]:
@@ -234,7 +234,7 @@ def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str,
     if given["base"]:
         _play_bases(config)
         played = {"name": BASE_NAME, "model": config.model.path}
-        return [_evaluation(config, folder, given["out"], {}, played, weights=Path(config.model.path))]
+        return [_evaluation(config, folder, given["out"], {}, played)]
     found = []
     for each in checkpoints:
         for checkpoint in each.values():
@@ -245,9 +245,7 @@ def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str,
         name = ",".join(f"{policy}@{step}" for policy, step in steps.items())
         played = {"name": name, "checkpoints": {policy: str(path.absolute()) for policy, path in each.items()}}
         short = next(iter(each.values())).name if len(each) == 1 else name
-        found.append(
-            _evaluation(of_one, folder, given["out"], each, played, called=short, weights=next(iter(each.values())))
-        )
+        found.append(_evaluation(of_one, folder, given["out"], each, played, called=short))
     return found
 
 
@@ -322,14 +320,15 @@ def _evaluation(
     played: dict[str, Any],
     *,
     called: str = "",
-    weights: Path | None = None,
 ) -> Evaluation:
     """The evaluation in its folder: that of an earlier start of the same one, or a fresh one."""
     config.eval.versions = config.eval.versions or (0,)
     name = re.sub(r"[^\w@,.=-]+", "-", called or played["name"])
-    if weights is not None:
-        played["changed_s"] = _changed_s(weights)
-    rounded = {name: base for name, base in resolve(config).bases.items() if base.engine.quantize == "int8"}
+    bases = resolve(config).bases
+    if "endpoint" not in played:
+        weights = [*checkpoints.values(), *(Path(base.model.path) for base in bases.values() if base.model.path)]
+        played["changed_s"] = max(map(_changed_s, weights), default=0.0)
+    rounded = {name: base for name, base in bases.items() if base.engine.quantize == "int8"}
     if rounded:  # to fewer codes on a CPU
         played["largest_codes"] = {name: largest_code(base) for name, base in rounded.items()}
     if data := _named_data(config):

@@ -91,6 +91,18 @@ def test_the_same_evaluation_goes_on_in_its_folder_and_another_one_gets_its_own(
     assert request(run, "one", "solver/2").run.folder.name == "2-4"
 
 
+@pytest.mark.parametrize("place", ["run/checkpoints/verifier/1", "large"])
+def test_other_weights_of_any_policy_or_base_are_another_evaluation(run, monkeypatch, place):
+    monkeypatch.chdir(run.parent)
+    Path("large").mkdir()
+    begin(request(run, "bases", "solver/2", "verifier/1"))
+    assert request(run, "bases", "solver/2", "verifier/1").run.folder.name == "solver@2,verifier@1"
+    later = Path(place) / "later"
+    later.touch()
+    os.utime(later, (time.time() + 9, time.time() + 9))
+    assert request(run, "bases", "solver/2", "verifier/1").run.folder.name == "solver@2,verifier@1-2"
+
+
 def test_other_tasks_in_the_same_file_are_another_evaluation(run):
     problems = run.parent / "problems"
     problems.mkdir()
