@@ -329,6 +329,15 @@ def test_results_count_tasks_and_not_samples():
     assert results["majority_at"] == {} and results["tokens"] == {"prompt": 0, "sampled": 64}
 
 
+def test_a_count_that_is_the_same_in_every_episode_has_no_bounds_of_a_share():
+    """Of a world with one turn the table said 'turns 1 [0.76, 1]'."""
+    alike = [replace(played(task, True), turns=1, sampled_tokens=0) for task in "abcd"]
+    metrics = summarise(alike)["metrics"]
+    assert metrics["turns"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    assert metrics["sampled_tokens"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert metrics["success"]["low"] == pytest.approx(0.510, abs=0.001)
+
+
 def test_each_source_has_its_success_and_an_outcome_that_some_lack_is_left_out():
     episodes = [played("x", True, source="small", score=1.0), played("y", False, source="large")]
     results = summarise(episodes)

@@ -18,16 +18,17 @@ _DRAWS = 200  # of k samples of a task, for a majority
 _ROUNDING = 1e-12  # of the largest score: what floats alone let equal means differ by
 
 
-def task_interval(means: Float[np.ndarray, "tasks"]) -> tuple[float, float, float]:
+def task_interval(means: Float[np.ndarray, "tasks"], *, share: bool = True) -> tuple[float, float, float]:
     """Mean of the tasks' means, with its 95 % interval by a bootstrap over tasks (BCa; Efron 1987).
 
-    Tasks that are all alike have no spread to draw from: of n equal means in [0, 1] the interval is Wilson's.
+    Tasks that are all alike have no spread to draw from: of n equal means in [0, 1] the interval is Wilson's, unless
+    they are counts (`share` is False), which have no bound to be near to.
     """
     from scipy import stats  # takes a second: for who asks for an interval
 
     mean = float(np.mean(means))
     if len(means) < 2 or np.ptp(means) <= _ROUNDING * np.max(np.abs(means)):
-        if not 0.0 <= mean <= 1.0:
+        if not share or not 0.0 <= mean <= 1.0:
             return mean, mean, mean
         z = float(stats.norm.ppf(0.975))
         low, high = wilson(mean * len(means), len(means), z)
