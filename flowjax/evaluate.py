@@ -63,6 +63,7 @@ from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import markdown, rows, summarise
 from flowjax.monitor.metrics import Progress
 from flowjax.monitor.provenance import recorded_start
+from flowjax.monitor.trouble import explain
 from flowjax.records import Lease
 from flowjax.rewards import Components
 from flowjax.rollout.client import EngineError
@@ -440,6 +441,10 @@ def main(argv: Sequence[str]) -> int:
     except (BackendConfigError, CheckpointError, CodecError, ConfigError, ModelError, RunInUse, WorldError) as error:
         text = str(error)
         print(f"config.{text}" if text.startswith("env.") else text, file=sys.stderr)  # worlds name options so
+        return USER_MISTAKE
+    except OSError as error:  # a folder that cannot be made, or a disk that is full
+        remedy = explain(error) or "name a folder of your own with --out"
+        print(f"evaluate: {error}: {remedy}; what was played is kept, and the same command goes on", file=sys.stderr)
         return USER_MISTAKE
     return OK
 

@@ -172,6 +172,13 @@ def test_an_endpoint_that_does_not_answer_is_refused_before_anything_is_played(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_said_in_words(tmp_path, command, capsys):
+    (tmp_path / "file").touch()
+    assert main([*command[:-1], f"--out={tmp_path / 'file' / 'out'}"]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("evaluate: [Errno") and f"{tmp_path / 'file'}" in text and "--out" in text
+
+
 def test_a_request_that_is_refused_costs_its_episode_alone(tmp_path, endpoint, command, capsys):
     def refuses_sevens(body: Mapping[str, Any]) -> tuple[int, Any]:
         return (400, {"error": {"message": "too long"}}) if "7" in body["messages"][-1]["content"] else adds(body)
