@@ -675,8 +675,7 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
         **{name: value for name, value in evaluation.played.items() if not name.endswith("changed_s")},
         **played_in(run),
         "samples": settings.samples,
-        "temperature": settings.temperature,
-        "seed": settings.seed,
+        **{name: settings[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed")},
     }
     replace_file(run.folder / "results.json", json.dumps(results, indent=2) + "\n")
     replace_file(run.folder / "results.md", markdown(results))

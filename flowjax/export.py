@@ -39,6 +39,7 @@ from flowjax.weights.publish import HANDED_OVER, CheckpointError, committed_step
 
 FORMATS = ("hf", "peft")
 DTYPES = ("float32", "bfloat16", "float16")
+_UNCUT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # of `config.eval`, where replies are drawn from all tokens
 
 
 def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
@@ -58,7 +59,7 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
     arrays = read_adapter(checkpoint.parent, step) if has_arrays(checkpoint.parent, step) else None
     card = model_card(run, policy, step, form)
     if form == "peft":
-        _write_peft(policy, arrays, out, card)
+        _write_peft(policy, arrays, out, _base_of(run, policy), card)
         return
     base, precision = Path(policy.base.model.path), jnp.dtype(dtype or policy.base.model.dtype)
     with new_folder(out.absolute()) as unfinished:
@@ -87,14 +88,13 @@ def _policy_of(checkpoint: Path) -> tuple[Run, Policy, int]:
     return run, run.policies[name], int(checkpoint.name)
 
 
-def _write_peft(policy: Policy, arrays: dict | None, out: Path, card: str) -> None:
+def _write_peft(policy: Policy, arrays: dict | None, out: Path, named: str, card: str) -> None:
     if policy.train == "full" or arrays is None:
         raise ConfigError("--format=peft is for adapters, but the run has config.policy.train 'full': use --format=hf")
-    base = policy.base.model.path
-    model, lora = read_config(Path(base)), Lora(**policy.lora.to_dict())
+    model, lora = read_config(Path(policy.base.model.path)), Lora(**policy.lora.to_dict())
     tensors = peft_tensors(arrays, model, lora)
     adapter_from_peft(tensors, model, lora)  # for its checks
-    write_peft_folder(out.absolute(), tensors, peft_config(lora, base), card=card)
+    write_peft_folder(out.absolute(), tensors, peft_config(lora, named), card=card)
 
 
 # ------------------------------------------------------------------------------------------------------- the model card
@@ -165,7 +165,7 @@ def _budget(run: Run, policy: Policy, step: int) -> dict[str, Any]:
     sums = {name: sum(line.get(name, 0) for line in trained) for name in ("episodes", "trained_tokens", "total_s")}
     return {
         "steps": f"{step}, each of {policy.trainer.groups_per_step} groups of {run.config.rollout.group_size} episodes",
-        "episodes trained on": f"{sums['episodes']:,}",
+        "trajectories trained on": f"{sums['episodes']:,}",
         "sampled tokens trained on": f"{sums['trained_tokens']:,.0f}",
         "time of the steps": f"{sums['total_s']:,.0f} s",
     }
@@ -187,14 +187,21 @@ def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
         results = max(found, key=lambda each: each[0])[1]
         played = results["played"]
         how = f"{played['samples']} samples of each task, temperature {played['temperature']:g}"
-        return {**dict(rows(results)), "played with": how}
+        cut = {name: played[name] for name, none in _UNCUT.items() if played.get(name, none) != none}
+        how += "".join(f", {name} {value:g}" for name, value in cut.items())
+        return {**dict(rows(results)), "played with": how + _together(played["name"], name)}
     # Of several policies the name has the versions of all.
     beside = [path for path in (run.folder / "held_out").glob("*.jsonl") if name in path.stem.split(",")]
     if beside:
         newest = oldest_first(beside)[-1]
-        together = "" if newest.stem == name else f", by {newest.stem}"
-        return {**dict(rows(summarise(read_held_out(newest)))), "played": f"beside training{together}"}
+        how = f"beside training{_together(newest.stem, name)}"
+        return {**dict(rows(summarise(read_held_out(newest)))), "played": how}
     return {"held-out tasks": "not evaluated at this step"}
+
+
+def _together(played: str, name: str) -> str:
+    """Names of all that played, where the results are of more than the one of this name."""
+    return "" if played == name else f", by {played}"
 
 
 def _provenance(run: Run) -> dict[str, Any]:

@@ -406,12 +406,17 @@ def write_endpoints(folder: Path, urls: Mapping[str, str]) -> None:
 
 
 def played_in(run: Run) -> dict[str, Any]:
-    """The tasks and players of a run's config, as JSON has them: equal where results speak of the same."""
+    """The tasks and players of a run's config, and their bounds, as JSON has them: equal where results speak of the
+    same."""
     config = run.config
     found = {
         "world": config.env.name,
         "options": config.env.options.to_dict(),
+        "sources": config.env.sources.to_dict(),
         "data_seed": config.env.data_seed,
+        "max_turns": config.env.max_turns,
+        "prompt": config.env.prompt,
+        "max_new_tokens": config.rollout.max_new_tokens,
         "agents": config.agents.to_dict(),
     }
     return json.loads(json.dumps(found, default=str))

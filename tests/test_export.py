@@ -25,6 +25,7 @@ from flowjax.models.nano import nano_config
 from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import HeldOutEpisode, summarise, write_held_out
 from flowjax.monitor.metrics import MetricsWriter
+from flowjax.run import write_models
 from flowjax.weights.publish import Checkpoints
 
 MODEL = nano_config(40, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
@@ -116,7 +117,7 @@ def test_the_card_tells_data_algorithm_budget_results_and_provenance(runs: Path,
         "- world: `a.b:World`",
         "- credit: gigpo",
         '- reward: `{"success": 1.0}`',
-        "- episodes trained on: 32",
+        "- trajectories trained on: 32",
         "- sampled tokens trained on: 200",
         "- held-out tasks: not evaluated at this step",
         "- command: `python -m flowjax.launch --config=a.py:b`",
@@ -136,6 +137,9 @@ def test_the_card_tells_data_algorithm_budget_results_and_provenance(runs: Path,
     assert "beside training" in merged and 'library_name: "transformers"' in merged
     results = {**summarise(episodes[:1]), "played": {"name": "agent@4", "samples": 4, "temperature": 0.0}}
     (run / "evaluations/4/results.json").write_text(json.dumps(results))
+    longer = {"name": "agent@4", "samples": 8, "temperature": 1.0, "max_turns": config.env.max_turns + 1}
+    (run / "evaluations/4-2").mkdir()  # the newest, with other bounds than the card tells of
+    (run / "evaluations/4-2/results.json").write_text(json.dumps({**summarise(episodes), "played": longer}))
     export(run / "checkpoints/agent/4", tmp_path / "again", form="peft")
     assert "played with: 4 samples of each task, temperature 0" in (tmp_path / "again/README.md").read_text()
     assert PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(runs / "model"), tmp_path / "again")
@@ -155,6 +159,24 @@ def test_the_card_of_one_of_several_policies_has_what_all_of_them_came_to(runs: 
     card = (tmp_path / "out/README.md").read_text()
     assert "- held-out success: 100.0 % [34.2, 100.0] of 2 tasks" in card
     assert "- played: beside training, by agent@4,other@3" in card
+    played = {"name": "agent@4,other@3", "samples": 4, "temperature": 1.0, "top_p": 0.9}
+    (tmp_path / "run/evaluations/4").mkdir(parents=True)
+    (tmp_path / "run/evaluations/4/results.json").write_text(json.dumps({**summarise(episodes), "played": played}))
+    export(tmp_path / "run/checkpoints/agent/4", tmp_path / "again", form="peft")
+    how = "- played with: 4 samples of each task, temperature 1, top_p 0.9, by agent@4,other@3"
+    assert how in (tmp_path / "again/README.md").read_text()
+
+
+def test_an_adapter_names_its_base_as_the_config_does_where_that_was_fetched(runs: Path, tmp_path: Path):
+    shutil.copytree(runs / "lora", tmp_path / "run")
+    config = load_run(tmp_path / "run")
+    config.model.path = "maker/model"
+    save_run(config, tmp_path / "run")
+    fetched = {"path": "maker/model", "revision": "a", "folder": str(runs / "model")}
+    write_models(tmp_path / "run", {"base": fetched})
+    export(tmp_path / "run/checkpoints/agent/4", tmp_path / "out", form="peft")
+    described = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == "maker/model"
 
 
 def test_refusals(runs: Path, tmp_path: Path):
