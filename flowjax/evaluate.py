@@ -79,6 +79,7 @@ from flowjax.workflows.codec import CodecError
 _MUST_AGREE = ("model.path", "policy", "workflow", "env.name", "env.options")
 _WHAT = "give a run folder, or --config with one of --checkpoint, --model and --endpoint"
 _PLAYED = "evaluation.json"  # what plays, in the folder of an evaluation
+_NOT_SENT = {"eval.top_k": 0, "eval.min_p": 0.0, "rollout.stop": []}  # to endpoints; by what means none
 _SAY_EVERY_S = 30.0
 _HEALTHY_EVERY_S = 0.2
 
@@ -152,7 +153,7 @@ def _read_request(argv: Sequence[str], folder: Path | None) -> EvaluationRequest
         evaluations = [_of_model(config, folder, given)]
     else:
         evaluations = _of_checkpoints(config, folder, given)
-    endpoint = _endpoint(given) if given["endpoint"] else {}
+    endpoint = _endpoint(given, config) if given["endpoint"] else {}
     prices = Prices(float(given["price_prompt"]), float(given["price_sampled"]))
     return EvaluationRequest(evaluations, endpoint, prices, given["out"])
 
@@ -195,7 +196,7 @@ def _define(values: flags.FlagValues) -> None:
         define[type(default)](name, default, text, flag_values=values)
 
 
-def _endpoint(given: Mapping[str, Any]) -> dict[str, Any]:
+def _endpoint(given: Mapping[str, Any], config: ConfigDict) -> dict[str, Any]:
     """Options of the backend that speaks, by the names that `flowjax.canvas.backends.config` has for them."""
     if not given["model_name"]:
         raise ConfigError("--model_name is missing: give the model's name at the endpoint")
@@ -205,6 +206,10 @@ def _endpoint(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"--endpoint_body={given['endpoint_body']} is no JSON ({error}): give an object") from error
     if not isinstance(body, dict):
         raise ConfigError(f"--endpoint_body={given['endpoint_body']} is no JSON object: give one such as {{}}")
+    for name, none in _NOT_SENT.items():
+        if (value := _plain(_at(config, name))) != none and (asked := name.partition(".")[2]) not in body:
+            added = json.dumps({**body, asked: value})
+            raise ConfigError(f"config.{name} is {value}, which is sent to no endpoint: give --endpoint_body='{added}'")
     options: dict[str, Any] = {"kind": "openai", "base_url": given["endpoint"], "model": given["model_name"]}
     return {**options, "extra_body": body, "api_key_env": given["api_key_env"] or None}
 

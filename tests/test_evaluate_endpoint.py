@@ -172,6 +172,20 @@ def test_an_endpoint_that_does_not_answer_is_refused_before_anything_is_played(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("field", "body"), [("eval.top_k=20", {"top_k": 20}), ("rollout.stop=('##',)", {"stop": ["##"]})]
+)
+def test_what_is_sent_to_no_endpoint_is_given_as_a_field_of_its_own(tmp_path, endpoint, command, capsys, field, body):
+    assert main([*command, f"--config.{field}"]) == 2
+    text, asked = capsys.readouterr().err, f"--endpoint_body={json.dumps(body)}"
+    assert f"config.{field.partition('=')[0]} is" in text and f"'{json.dumps(body)}'" in text and not endpoint.bodies
+    assert main([*command, f"--config.{field}", asked, "--config.eval.tasks=1"]) == 0
+    assert all(sent.items() >= body.items() for sent in endpoint.bodies)
+    played = json.loads((tmp_path / "out" / "results.json").read_text())["played"]
+    assert (played["top_k"], played["top_p"]) == (body.get("top_k", 0), 1.0)
+    assert (played["max_turns"], played["sources"]) == (1, {})
+
+
 def test_a_folder_that_cannot_be_made_is_said_in_words(tmp_path, command, capsys):
     (tmp_path / "file").touch()
     assert main([*command[:-1], f"--out={tmp_path / 'file' / 'out'}"]) == 2
