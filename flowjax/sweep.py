@@ -49,6 +49,7 @@ from flowjax.launch.checks import check_config, check_unchanged, differences
 from flowjax.launch.machine import RunInUse, check_unused, hold
 from flowjax.launch.preflight import examine
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
+from flowjax.monitor.held_out import NO_SHARES
 from flowjax.monitor.statistics import difference, task_interval
 from flowjax.run import resolve
 
@@ -293,7 +294,7 @@ def compare_variants(sweep: Sweep) -> tuple[list[_Row], list[str]]:
     for name in there:
         base = scores[there[0]]
         first, other = shared_tasks(list(base.values()), list(scores[name].values()))
-        mean, low, high = task_interval(other.mean(axis=0))
+        mean, low, high = task_interval(other.mean(axis=0), share=sweep.metric not in NO_SHARES)
         row = _Row(name, other.mean(axis=1), mean, low, high)
         if name != there[0]:
             both = [seed for seed in base if seed in scores[name]]

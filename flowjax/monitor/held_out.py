@@ -15,7 +15,7 @@ from flowjax.monitor.statistics import majority_at_k, pass_at_k, task_interval
 
 Interval = dict[str, float]
 _FIRST = ("success", "reward")  # of the metrics, in tables
-_NO_SHARES = ("turns", "invalid_actions", "env_return", "sampled_tokens", "prompt_tokens")  # also where all are 0 or 1
+NO_SHARES = ("turns", "invalid_actions", "env_return", "sampled_tokens", "prompt_tokens")  # also where all are 0 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def summarise(episodes: Sequence[HeldOutEpisode]) -> dict[str, Any]:
     return {
         "tasks": len(tasks),
         "episodes": len(episodes),
-        "metrics": {name: _interval(by_task(episodes, name), share=name not in _NO_SHARES) for name in names},
+        "metrics": {name: _interval(by_task(episodes, name), share=name not in NO_SHARES) for name in names},
         "pass_at": {k: _over_tasks(tasks, lambda played, k=k: _pass_at(played, k)) for k in ks},
         "majority_at": {k: _over_tasks(tasks, lambda played, k=k: _majority_at(played, k)) for k in compared},
         "sources": _success_by(episodes, lambda episode: episode.source),
