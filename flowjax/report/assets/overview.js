@@ -126,7 +126,7 @@ function timeParts() {
     const words = phases.filter(([, seconds]) => seconds / total >= 0.01).map(([name, seconds]) => `${name} ${percent(seconds / total)}`).join(", ");
     return [DATA.runs.length > 1 ? make("h3", {}, run.name) : null,
       make("p", {class: "timesum"}, `${duration(run.spent.wall_s)} in all${Object.keys(run.policies)[1] && total > 1.01 * run.spent.wall_s ? ", with trainers side by side" : ""}: ${words}. Evaluations took ${duration(run.spent.evaluation_s)}, mostly beside training. ` +
-        `${number(run.spent.episodes)} episodes, ${number(run.spent.turns)} turns and ${number(run.spent.trained_tokens)} sampled tokens were trained on.` + (run.spent.cost ? ` Executors cost ${number(run.spent.cost)} for them.` : "")),
+        `${number(run.spent.episodes)} trajectories, ${number(run.spent.turns)} turns and ${number(run.spent.trained_tokens)} sampled tokens were trained on.` + (run.spent.cost ? ` Executors cost ${number(run.spent.cost)} for them.` : "")),
       make("div", {class: "stack", role: "img", "aria-label": words}, phases.map(([name, seconds]) =>
         make("span", {style: `flex:${Math.max(seconds / total, 0.002)};background:${PHASE_COLOURS[name] || "#888"}`, title: `${name}: ${duration(seconds)}`}))),
       make("ul", {class: "legend"}, phases.map(([name, seconds]) => make("li", {}, make("span", {class: "dot", style: `background:${PHASE_COLOURS[name] || "#888"}`}), `${name} ${duration(seconds)}`))),
