@@ -231,13 +231,11 @@ class DataflowClient:
         """Return episodes unplayed; with an error, that counts as one of the attempts that an episode has."""
         await self._call("give_back", lease_ids=list(lease_ids), error=error)
 
-    async def report_versions(
-        self, policy: str, serving: int, in_use: Sequence[int], held: Sequence[int] | None = None
-    ) -> int:
+    async def report_versions(self, policy: str, serving: int, held: Sequence[int] | None = None) -> int:
         """Say what the engine serves, and which versions it can serve; None: any. Returns the oldest version that may
         still be asked for."""
         said = {} if held is None else {"held": list(held)}
-        answer = await self._call("versions", policy=policy, serving=serving, in_use=list(in_use), **said)
+        answer = await self._call("versions", policy=policy, serving=serving, **said)
         return answer["oldest_needed"]
 
     async def _call(self, name: str, **message: Any) -> Answer:

@@ -4,7 +4,7 @@
     renew         {worker, lease_ids}                  -> {lost, report?}
     episodes      {worker, items: [{lease_id, episode}]} -> {accepted, duplicate, report?}
     give_back     {worker, lease_ids, error}           -> {}
-    versions      {worker, policy, serving, in_use, held?} -> {oldest_needed}
+    versions      {worker, policy, serving, held?} -> {oldest_needed}
     claim         {trainer, policies: {policy: version}, after} -> {claimed, epoch}
     batch         {epoch} and {policy, step} | {policies: {policy: step}}
                                 -> {state: run, policy, rows, totals, dropped} | {state: wait}

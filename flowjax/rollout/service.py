@@ -59,7 +59,7 @@ class VersionReports:
             if (current, held) != said or self._asked.is_set() or clock() >= due_s:
                 self._asked.clear()
                 due_s = clock() + self._presence_s
-                oldest = await self._dataflow.report_versions(policy, current[0], served.in_use(policy), held)
+                oldest = await self._dataflow.report_versions(policy, current[0], held)
                 served.keep_from(policy, oldest)
                 # Those that nobody may ask for any more are not held from here on, which is no news to the dataflow.
                 said = current, [version for version in held if version >= oldest]

@@ -143,7 +143,7 @@ async def _report(client: Client, worker: str, serving: Mapping[str, int]) -> No
             before, said_s = said.get(policy, (None, 0.0))
             if version != before or time.monotonic() - said_s > _PRESENCE_S:
                 said[policy] = version, time.monotonic()
-                await client.post("versions", worker=worker, policy=policy, serving=version, in_use=[])
+                await client.post("versions", worker=worker, policy=policy, serving=version)
         await asyncio.sleep(_LOOK_EVERY_S)
 
 

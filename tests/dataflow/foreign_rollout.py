@@ -71,7 +71,7 @@ def play(lease: dict[str, Any], version: int) -> dict[str, Any]:
 def main(url: str, version_file: Path) -> None:
     while True:
         version = int(version_file.read_text()) if version_file.exists() else 0
-        post(url, "versions", policy="agent", serving=version, in_use=[])
+        post(url, "versions", policy="agent", serving=version)
         answer = post(url, "lease", slots=SLOTS)
         if answer["state"] == "done":
             return

@@ -210,7 +210,7 @@ async def run(folder: Path, episodes: int, *, slow_senders: int = 0, seed: int =
             if sent >= episodes == trainer.steps:
                 trainer.steps = trainer.step + STEPS_AFTER  # it still goes on
             version = trainer.step
-            await post("versions", policy="agent", serving=version, in_use=[])
+            await post("versions", policy="agent", serving=version)
             status, answer = await post("lease", slots=8)
             assert status == 200
             for lease in answer["leases"]:

@@ -130,7 +130,7 @@ def test_the_role_says_so_in_its_last_line_and_is_not_to_be_started_again(tmp_pa
     try:
         until_s = time.monotonic() + 120
         while role.poll() is None and time.monotonic() < until_s:
-            for name, body in (("versions", {"policy": "agent", "serving": 0, "in_use": [0]}), ("lease", {"slots": 1})):
+            for name, body in (("versions", {"policy": "agent", "serving": 0}), ("lease", {"slots": 1})):
                 try:
                     request = pack({"worker": "w", **body})
                     with urllib.request.urlopen(f"{url}/{name}", request, timeout=60) as answer:

@@ -299,7 +299,7 @@ def test_a_batch_travels_over_http(tmp_path):
     served = Served(tmp_path)
 
     async def scenario(post) -> None:
-        status, answer = await post("/versions", pack({"worker": "w", "policy": "agent", "serving": 0, "in_use": []}))
+        status, answer = await post("/versions", pack({"worker": "w", "policy": "agent", "serving": 0}))
         assert (status, answer) == (200, {"oldest_needed": 0})
         _, answer = await post("/lease", pack({"worker": "w", "slots": 100, "kind": "train"}))
         items = []
@@ -321,7 +321,7 @@ def test_a_batch_travels_over_http(tmp_path):
 def test_a_trainer_that_waits_has_its_batch_as_soon_as_it_is_full(tmp_path):
     async def scenario() -> None:
         service = DataflowService(make_flow(tmp_path))
-        await service.answer("versions", {"worker": "w", "policy": "agent", "serving": 0, "in_use": []})
+        await service.answer("versions", {"worker": "w", "policy": "agent", "serving": 0})
         leases = (await service.answer("lease", {"worker": "w", "slots": 100, "kind": "train"}))["leases"]
         await service.answer("claim", {"trainer": "t", "policies": {"agent": 0}, "after": 0})
         asked = service.answer("batch", {"policy": "agent", "step": 0, "epoch": 1}, hold_s=600.0)
@@ -363,7 +363,7 @@ def test_bad_messages_are_refused_with_a_reason(tmp_path, path, message, reason)
 
 def test_without_the_token_nothing_is_told_or_changed(tmp_path):
     served = Served(tmp_path, token="secret")
-    message = pack({"worker": "w", "policy": "agent", "serving": 0, "in_use": []})
+    message = pack({"worker": "w", "policy": "agent", "serving": 0})
 
     async def scenario(post) -> None:
         for headers in (None, {"Authorization": "Bearer guess"}, {"Authorization": "secret"}):

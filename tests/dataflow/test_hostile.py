@@ -74,7 +74,7 @@ class Dataflow:
         return await self.raw(path, on_the_wire(body))
 
     async def lease(self) -> None:
-        await self.post("/versions", worker="w", policy="agent", serving=0, in_use=[])
+        await self.post("/versions", worker="w", policy="agent", serving=0)
         _, answer = await self.post("/lease", worker="w", slots=100)
         self.leases = answer["leases"]
         await self.claim(0)
@@ -97,7 +97,7 @@ class Dataflow:
             "/renew": {"worker": "w", "lease_ids": ids[:2]},
             "/episodes": {"worker": "w", "items": items},
             "/give_back": {"worker": "w", "lease_ids": ids[:2], "error": "no"},
-            "/versions": {"worker": "w", "policy": "agent", "serving": 0, "in_use": [0]},
+            "/versions": {"worker": "w", "policy": "agent", "serving": 0},
             "/claim": {"trainer": "new", "policies": {"agent": 0}, "after": self.epoch},
             "/batch": {"policy": "agent", "step": 0, "epoch": self.epoch},
             "/refuse": {"policy": "agent", "step": 0, "epoch": self.epoch, "trajectories": {"x": "why"}},
@@ -147,7 +147,7 @@ def test_every_field_missing_or_of_the_wrong_kind(tmp_path):
         await dataflow.lease()
         for path, message in dataflow.fair().items():
             for place in paths(message) if path != "/episodes" else ():
-                if place[0] == "in_use" or (place[0] == "worker" and path not in ("/lease", "/versions")):
+                if place[0] == "worker" and path not in ("/lease", "/versions"):
                     continue  # said for people, not read
                 if len(place) == 1 and place != ("kind",):
                     await refused(dataflow, path, on_the_wire(without(message, place)))
@@ -345,7 +345,7 @@ def test_batches_that_no_checkpoint_needs_any_more_are_refused(tmp_path):
         dataflow.flow.policies["agent"].settings.trainer.keep_checkpoints = 1
         epoch = await dataflow.claim(0)
         for step in range(3):
-            await dataflow.post("/versions", worker="w", policy="agent", serving=step, in_use=[])
+            await dataflow.post("/versions", worker="w", policy="agent", serving=step)
             _, answer = await dataflow.post("/lease", worker="w", slots=100)
             version = ("trajectories", 0, "turns", 0, "version")
             items = [

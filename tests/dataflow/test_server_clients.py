@@ -79,7 +79,7 @@ def test_beyond_loopback_both_ends_show_the_token(tmp_path):
             token = known_token(tmp_path)
             assert token and url.startswith("http://127.0.0.1:")
             async with client(url, token) as known, client(url) as unknown:
-                assert await known.report_versions("agent", 0, []) == 0
+                assert await known.report_versions("agent", 0) == 0
                 leases, _ = await known.lease(100)
                 with pytest.raises(DataflowError, match=r"401.*token"):
                     await unknown.lease(1)
@@ -117,7 +117,7 @@ def test_a_key_lets_a_node_play_under_its_own_name_and_nothing_else(tmp_path):
                 ):
                     assert await asked(url, path, wrong) == 401
             async with client(url, key, "berlin:w") as node, client(url, key, "paris:w") as other:
-                assert await node.report_versions("agent", 0, []) == 0
+                assert await node.report_versions("agent", 0) == 0
                 (lease,), _ = await node.lease(1)
                 await node.push([(lease.lease_id, played(lease, version=0))])
                 (lease,), _ = await node.lease(1)
@@ -132,7 +132,7 @@ def test_a_key_lets_a_node_play_under_its_own_name_and_nothing_else(tmp_path):
                         with pytest.raises(DataflowError, match="a node's key is for playing"):
                             await broker.call(name, {"evicted": "berlin"}, away_s=10.0)
                 assert send_away(tmp_path, "berlin")
-                for say in (node.lease(1), node.report_versions("agent", 0, [])):
+                for say in (node.lease(1), node.report_versions("agent", 0)):
                     with pytest.raises(Evicted, match="node berlin was sent away"):
                         await say
                 assert await asked(url, "/run", key) == 403
@@ -152,7 +152,7 @@ def test_a_trainer_of_two_policies_waits_for_neither(tmp_path, monkeypatch):
         flow = make_flow_of_two(tmp_path)
         async with serving(flow, tmp_path) as url, client(url) as worker:
             for policy in ("solver", "verifier"):
-                await worker.report_versions(policy, 0, [])
+                await worker.report_versions(policy, 0)
             leases, _ = await worker.lease(1000)
             versions = {"solver": 0, "verifier": 0}
             train = [lease for lease in leases if lease.kind == "train"]
@@ -178,7 +178,7 @@ def test_what_the_trainer_has_no_room_for_waits_and_is_not_lost(tmp_path):
     async def scenario() -> None:
         flow = make_flow(tmp_path, config)
         async with serving(flow, tmp_path) as url, client(url) as worker:
-            await worker.report_versions("agent", 0, [])
+            await worker.report_versions("agent", 0)
             leases, _ = await worker.lease(100)
             train = [lease for lease in leases if lease.kind == "train"]
             (held_out,) = (lease for lease in leases if lease.kind == "eval")
@@ -222,7 +222,7 @@ def test_an_evaluation_gets_past_those_that_wait_for_the_trainer(tmp_path):
                 async with session.post(f"{url}/episodes", data=body) as answer:
                     return answer.status
 
-            await worker.report_versions("agent", 0, [])
+            await worker.report_versions("agent", 0)
             leases, _ = await worker.lease(100)
             train = [lease for lease in leases if lease.kind == "train"]
             (held_out,) = (lease for lease in leases if lease.kind == "eval")
@@ -246,7 +246,7 @@ def test_the_next_run_at_an_address_refuses_what_is_meant_for_the_one_before(tmp
         async with serving(make_flow(tmp_path), tmp_path) as url:
             for meant in ("", run_id):
                 async with connect(url, run_id=meant) as broker:
-                    assert await DataflowClient(broker, worker="w", away_s=10.0).report_versions("agent", 0, []) == 0
+                    assert await DataflowClient(broker, worker="w", away_s=10.0).report_versions("agent", 0) == 0
             async with connect(url, run_id="another") as broker:
                 with pytest.raises(Evicted, match="another run plays here now"):
                     await DataflowClient(broker, worker="w", away_s=10.0).lease(1)

@@ -260,7 +260,7 @@ def test_patience_does_not_feed_itself(tmp_path):
 
 
 async def say(service: DataflowService, worker: str, version: int) -> None:
-    await service.answer("versions", {"worker": worker, "policy": "agent", "serving": version, "in_use": []})
+    await service.answer("versions", {"worker": worker, "policy": "agent", "serving": version})
 
 
 def test_a_batch_is_made_when_its_patience_is_over_and_not_when_something_else_happens(tmp_path):

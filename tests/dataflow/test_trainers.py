@@ -16,7 +16,7 @@ from tests.dataflow.test_hostile import Dataflow, refused, run
 
 
 async def play(dataflow: Dataflow, version: int) -> None:
-    await dataflow.post("/versions", worker="w", policy="agent", serving=version, in_use=[])
+    await dataflow.post("/versions", worker="w", policy="agent", serving=version)
     _, answer = await dataflow.post("/lease", worker="w", slots=100)
     path = ("trajectories", 0, "turns", 0, "version")
     items = [{"lease_id": x["lease_id"], "episode": changed(episode(x), path, version)} for x in answer["leases"]]
@@ -178,14 +178,14 @@ def test_what_was_played_with_a_version_that_a_trainer_has_lost_is_no_fault_of_i
 
     async def scenario(dataflow: Dataflow) -> None:
         await train(dataflow, await dataflow.claim(0), range(2))
-        await dataflow.post("/versions", worker="w", policy="agent", serving=2, in_use=[])
+        await dataflow.post("/versions", worker="w", policy="agent", serving=2)
         _, answer = await dataflow.post("/lease", worker="w", slots=1)
         path = ("trajectories", 0, "turns", 0, "version")
         items = [{"lease_id": x["lease_id"], "episode": changed(episode(x), path, 2)} for x in answer["leases"]]
         await dataflow.claim(0)  # its checkpoints 1 and 2 were damaged
-        assert (await dataflow.post("/versions", worker="w", policy="agent", serving=2, in_use=[]))[0] == 200
+        assert (await dataflow.post("/versions", worker="w", policy="agent", serving=2))[0] == 200
         assert await dataflow.post("/episodes", worker="w", items=items) == (200, {"accepted": 1, "duplicate": 0})
-        status, _ = await dataflow.post("/versions", worker="w", policy="agent", serving=3, in_use=[])
+        status, _ = await dataflow.post("/versions", worker="w", policy="agent", serving=3)
         assert status == 400, "nobody has made that one"
 
     run(tmp_path, scenario)
@@ -199,9 +199,9 @@ def test_a_restarted_dataflow_knows_how_far_a_trainer_was_that_has_gone_back(tmp
         await dataflow.claim(0)
 
     async def restarted(dataflow: Dataflow) -> None:
-        assert (await dataflow.post("/versions", worker="w", policy="agent", serving=2, in_use=[]))[0] == 200
+        assert (await dataflow.post("/versions", worker="w", policy="agent", serving=2))[0] == 200
         assert dataflow.flow.policies["agent"].serving == 1, "the one in the making: nobody has the new version 2"
-        assert (await dataflow.post("/versions", worker="w", policy="agent", serving=3, in_use=[]))[0] == 400
+        assert (await dataflow.post("/versions", worker="w", policy="agent", serving=3))[0] == 400
 
     run(tmp_path, goes_back)
     run(tmp_path, restarted)

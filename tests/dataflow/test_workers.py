@@ -27,7 +27,7 @@ def test_a_worker_that_is_too_far_behind_is_given_no_training_until_it_has_caugh
         return [lease.kind for lease in answer["leases"]]
 
     async def serve(worker, version):
-        await service.answer("versions", {"worker": worker, "policy": "agent", "serving": version, "in_use": []})
+        await service.answer("versions", {"worker": worker, "policy": "agent", "serving": version})
 
     async def scenario():
         flow.policies["agent"].committed = 3
@@ -58,7 +58,7 @@ def test_one_that_is_sent_away_plays_no_more_and_what_it_played_goes_to_others(t
 
     async def scenario():
         for worker in ("good", "bad"):
-            said = {"worker": worker, "policy": "agent", "serving": 0, "in_use": []}
+            said = {"worker": worker, "policy": "agent", "serving": 0}
             await service.answer("versions", said)
         (first, second) = (await lease("bad"))["leases"]
         with pytest.raises(WireError, match="no worker 'bed' plays for this run: there is good, bad"):
@@ -98,7 +98,7 @@ class Comparing:
         claim = {"trainer": "t", "policies": {"agent": 0}, "after": 0}
         self.epoch = (await self.service.answer("claim", claim))["epoch"]
         for worker in workers:
-            said = {"worker": worker, "policy": "agent", "serving": 0, "in_use": []}
+            said = {"worker": worker, "policy": "agent", "serving": 0}
             await self.service.answer("versions", said)
             leases = (await self.service.answer("lease", {"worker": worker, "slots": 4}))["leases"]
             items = [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in leases]
@@ -342,7 +342,7 @@ def test_slow_workers_do_not_hide_what_there_is_from_the_fast_one_behind_them(tm
         asked = [{"worker": worker, "slots": 1} for worker in (*(f"slow {n}" for n in range(4)), "fast")]
         waiting = [asyncio.create_task(service.answer("lease", message, hold_s=600.0)) for message in asked]
         await asyncio.sleep(0)
-        await service.answer("versions", {"worker": "fast", "policy": "agent", "serving": 0, "in_use": []})
+        await service.answer("versions", {"worker": "fast", "policy": "agent", "serving": 0})
         (lease,) = (await asyncio.wait_for(waiting[-1], 60))["leases"]
         assert lease.kind == "train"
         for task in waiting:

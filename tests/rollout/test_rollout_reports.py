@@ -90,9 +90,6 @@ class Served:
     def held(self, policy: str) -> list[int]:
         return sorted(version for version in self.known if version >= self.oldest)
 
-    def in_use(self, policy: str) -> list[int]:
-        return []
-
     def keep_from(self, policy: str, version: int) -> None:
         self.oldest = version
 
@@ -356,7 +353,7 @@ async def held(dataflow: Dataflow, name: str, **message: Any) -> asyncio.Task[An
 
 
 async def say(dataflow: Dataflow, name: str, version: int = 0) -> None:
-    message = {"worker": name, "policy": "agent", "serving": version, "in_use": []}
+    message = {"worker": name, "policy": "agent", "serving": version}
     await dataflow.service.answer("versions", message)
 
 

@@ -67,7 +67,7 @@ def test_says_what_it_can_play_and_is_leased_just_that(tmp_path):
             async with run.serving(servers) as serving:
                 can = serving.service._playable
                 assert can == {"worlds": ["sokoban"], "policies": ["agent"], "kinds": ["train", "eval"]}
-                await worker.report_versions("agent", 0, [])
+                await worker.report_versions("agent", 0)
                 assert await worker.lease(1, {**can, "worlds": ["chess"]}) == ([], 0.0)
                 (lease,), _ = await worker.lease(1, can)
                 assert lease.task.world == "sokoban"
