@@ -27,13 +27,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,9 @@ def _check_sources(given: Mapping[str, Any], folder: Path | None) -> None:
         raise ConfigError(f"--steps={given['steps']} is for checkpoints of a run folder: give that and no other source")
     if given["model_name"] and not given["endpoint"]:
         raise ConfigError(f"--model_name={given['model_name']} is for an endpoint: give --endpoint, or leave it out")
+    for name in ("price_prompt", "price_sampled"):
+        if not 0.0 <= given[name] < math.inf:  # false of nan, too
+            raise ConfigError(f"--{name}={given[name]} is no price: give what a million tokens cost, from 0 on")
 
 
 _FLAGS = {
@@ -191,7 +194,7 @@ _FLAGS = {
 
 
 def _define(values: flags.FlagValues) -> None:
-    define = {bool: flags.DEFINE_bool, float: partial(flags.DEFINE_float, lower_bound=0.0), str: flags.DEFINE_string}
+    define = {bool: flags.DEFINE_bool, float: flags.DEFINE_float, str: flags.DEFINE_string}
     for name, (default, text) in _FLAGS.items():
         define[type(default)](name, default, text, flag_values=values)
 
