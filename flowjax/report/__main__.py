@@ -76,6 +76,8 @@ def _check(runs: Sequence[Path], options: dict[str, str]) -> None:
             raise ValueError(f"--{name} is {options[name]!r}: give a whole number")
     if int(port := options.get("serve") or _PORT) > 65535:
         raise ValueError(f"--serve is {port}: give a port of at most 65535")
+    if "svg" in options and (others := [name for name in options if name != "svg"]):
+        raise ValueError(f"--{others[0]} is of the page, which --svg takes the place of: give one of them")
     if "host" in options and "serve" not in options:
         raise ValueError("--host says where --serve listens: give both")
 

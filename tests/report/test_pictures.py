@@ -168,6 +168,8 @@ def test_a_line_that_is_no_episode_is_left_out(tmp_path: Path):
     [
         (["--serve=80000"], "--serve is 80000: give a port of at most 65535"),
         (["--groups=²"], "--groups is '²': give a whole number"),
+        (["--svg", "--out=a.svg"], "--out is of the page, which --svg takes the place of: give one of them"),
+        (["--svg=a.svg", "--groups=3"], "--groups is of the page"),
         (["--serve=0", "--host=192.0.2.1"], "nobody can listen at --host=192.0.2.1 and --serve=0"),
         (["--serve", "22222"], "22222 has no config.json: give the folder of a run, and values of flags after '='"),
     ],
