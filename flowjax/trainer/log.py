@@ -183,7 +183,7 @@ def memory_metrics() -> dict[str, int]:
 
 
 def episode_metrics(served: Served) -> dict[str, float]:
-    """Means over the batch's episodes and turns."""
+    """Means over the batch's trajectories and turns."""
     totals = dict(served.totals)
     if not totals:
         return {}
