@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from flowjax.credit.estimators import state_values
 from flowjax.credit.table import TurnTable, build_table, columns_of
@@ -167,7 +167,8 @@ def draw_state_graph(run: Path) -> str | None:
     table = build_table([group.as_group()], np.array(group.rewards))
     # What was trained on, not what the estimator gives this group alone: some compare over the whole batch.
     advantages = np.array([turn.get("advantage", 0.0) for line in group.lines for turn in line["turns"]])
-    return to_svg(state_graph(table, advantages, **value_options(policy.credit)))
+    won = np.array([line["outcome"].get("success", 0.0) >= 1.0 for line in group.lines for _ in line["turns"]])
+    return to_svg(state_graph(table, advantages, won=won, **value_options(policy.credit)))
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,7 @@ def state_graph(
     *,
     task: int = 0,
     labels: Mapping[int, str] | None = None,
+    won: Bool[np.ndarray, "turns"] | None = None,
     **options: Any,
 ) -> StateGraph:
     """The graph of one task of a table.
@@ -231,6 +233,7 @@ def state_graph(
         advantages: what any estimator gave them.
         task: which task's graph.
         labels: text to show for a state id, such as a drawing of the level.
+        won: whether a turn's episode succeeded; where it is not known, an ending that paid counts as won.
         options: those of `state_values`.
     """
     found = state_values(table, **options)
@@ -247,7 +250,7 @@ def state_graph(
         state, target = int(columns["state"][row]), int(columns["next_state"][row])
         source_name, target_name = f"s{state}", f"s{target}"
         if columns["terminal"][row]:
-            succeeded = earned[row] > 0
+            succeeded = earned[row] > 0 if won is None else won[row]
             target_name = f"{'won' if succeeded else 'end'} s{target}"
             kind[target_name] = "success" if succeeded else "end"
         first = bool(columns["step"][row] == 0)

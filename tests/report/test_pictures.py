@@ -10,7 +10,7 @@ import pytest
 from flowjax.config import default_config, load_run, save_run
 from flowjax.dataflow.batches import credit_batch
 from flowjax.monitor.metrics import MetricsWriter
-from flowjax.monitor.transcripts import batch_path, transcript, write_lines
+from flowjax.monitor.transcripts import batch_path, read_lines, transcript, write_lines
 from flowjax.records import Group, Task, Trajectory, Turn
 from flowjax.report import pictures
 from flowjax.report.__main__ import main
@@ -126,6 +126,15 @@ def test_states_have_the_values_that_the_estimator_sees(run: Path, monkeypatch):
     graph = drawn_graph(credited_by(run, "discounted_return"), monkeypatch)
     values = [node.value for node in graph.nodes if node.kind in ("start", "state")]
     assert max(values) == pytest.approx(1.0) and values[0] == pytest.approx(0.95 / 2), "its discount, 0.95"
+
+
+def test_an_ending_that_is_paid_for_is_not_won_unless_the_episode_succeeded(run: Path, monkeypatch):
+    assert any(node.name.startswith("won ") for node in drawn_graph(run, monkeypatch).nodes)
+    lines = list(read_lines(batch_path(run, "agent", 3)))
+    paid = [{**line, "outcome": {"success": 0.5 * line["outcome"]["success"]}} for line in lines]
+    write_lines(batch_path(run, "agent", 3), paid)
+    ends = {node.name.split()[0]: node for node in drawn_graph(run, monkeypatch).nodes if " " in node.name}
+    assert list(ends) == ["end"] and (ends["end"].kind, ends["end"].value) == ("end", pytest.approx(1.0))
 
 
 def test_the_command_writes_both_pictures(run: Path, capsys):
