@@ -18,7 +18,7 @@ The sweep file is Python that says what is run:
 Runs are `<RUNS>/<NAME>/<variant>-<seed>`, with the launcher's output in `logs/`. The same command again runs none that
 is finished and resumes what is not. In the end every variant is compared with the first (flowjax.compare), as a table
 in `sweep.md` and a figure in `sweep.svg`. A run that fails stops no other; what is there is compared. `--dry_run`
-checks the file and says what would run.
+says what would run, and what of it could not on this machine.
 
 Exit status: 0 done, 1 a run has failed (its log is named), 2 something to correct in the sweep file.
 """
@@ -47,7 +47,7 @@ from flowjax.launch import command_line
 from flowjax.launch.__main__ import read_request
 from flowjax.launch.checks import check_config, check_unchanged, differences
 from flowjax.launch.machine import RunInUse, check_unused, hold
-from flowjax.launch.preflight import examine
+from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
 from flowjax.monitor.held_out import NO_SHARES
 from flowjax.monitor.statistics import difference, task_interval
@@ -194,15 +194,11 @@ def _flags(fields: Mapping[str, Any]) -> list[str]:
     return [f"--config.{field}={value if isinstance(value, str) else repr(value)}" for field, value in fields.items()]
 
 
-def _problems(sweep: Sweep) -> list[str]:
-    """Problems of the variants' worlds, rewards and models, as the launcher would find them; of one run of each."""
+def _examined(sweep: Sweep, *, dry_run: bool) -> dict[str, Findings]:
+    """Findings on the variants' worlds, rewards and models, as the launcher's; of one run of each that is to begin."""
     begun = {run.variant: run for run in reversed(sweep.runs) if not run.folder.exists()}
-    requests = {name: read_request(run.argv) for name, run in begun.items()}
-    return [
-        f"variant {name}: {problem}"
-        for name, request in requests.items()
-        for problem in examine(request.run, request.devices).problems
-    ]
+    requests = {name: read_request([*run.argv, *["--dry_run"] * dry_run]) for name, run in begun.items()}
+    return {name: examine(request.run, request.devices) for name, request in requests.items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- running
@@ -369,14 +365,19 @@ def main(argv: Sequence[str]) -> int:
         files = [argument for argument in argv if not argument.startswith("-")]
         if len(files) != 1 or set(argv) - {files[0], "--dry_run"}:
             raise ConfigError(f"give one sweep file, and --dry_run or nothing, not {' '.join(argv) or 'nothing'}")
-        sweep = read_sweep(Path(files[0]))
-        if "--dry_run" in argv:
+        sweep, dry_run = read_sweep(Path(files[0])), "--dry_run" in argv
+        if dry_run:
             for run in sweep.runs:
                 state = "finished" if run.result.exists() else "to resume" if run.folder.exists() else "to begin"
                 console.print(f"{run.folder}  {state}", markup=False, highlight=False, soft_wrap=True)
-            return _OK
-        if problems := _problems(sweep):
+        examined = _examined(sweep, dry_run=dry_run)
+        if problems := [f"variant {name}: {text}" for name, found in examined.items() for text in found.problems]:
             raise ConfigError("\n".join(problems))
+        if dry_run:
+            for name, text in ((name, text) for name, found in examined.items() for text in found.here):
+                said = f"variant {name}: not ready on this machine: {text}"
+                console.print(said, markup=False, highlight=False, soft_wrap=True)
+            return _OK
         sweep.folder.mkdir(parents=True, exist_ok=True)
         with hold(sweep.folder):
             failed, interrupted = asyncio.run(_run_all(sweep, console))

@@ -163,10 +163,16 @@ def test_a_dry_run_says_what_would_run(capsys):
     sweep = sweep_of(GOOD)
     finish(sweep.runs[0], 0.5)
     save_run(sweep.runs[1].config, sweep.runs[1].folder)
+    for run in sweep.runs[-2:]:
+        save_run(run.config, run.folder)
     assert main(["sweep.py", "--dry_run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    *lines, lacking = capsys.readouterr().out.splitlines()
+    assert lacking.startswith("variant slow: not ready on this machine: config.model.path is 'base', which does not")
     assert [line.split()[1:] for line in lines[:3]] == [["finished"], ["to", "resume"], ["to", "begin"]]
     assert not Path("runs/sweep/sweep.md").exists()
+    sweep_of(GOOD.replace('"trainer.steps": 3', '"env.options.rows": 3'))
+    assert main(["sweep.py", "--dry_run"]) == 2
+    assert "variant slow: config.env.options rows=3, columns=3: a room" in capsys.readouterr().err
     for argv in ([], ["a.py", "b.py"], ["sweep.py", "--dry"]):
         assert main(argv) == 2 and "give one sweep file" in capsys.readouterr().err
 
@@ -222,7 +228,7 @@ def launcher(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
     (folder / "how.json").write_text("{}")
-    monkeypatch.setattr("flowjax.sweep._problems", lambda sweep: [])
+    monkeypatch.setattr("flowjax.sweep._examined", lambda sweep, dry_run: {})
     return folder
 
 
@@ -267,7 +273,7 @@ def test_a_run_that_ends_without_its_evaluation_has_failed(launcher, capsys):
 def test_a_sweep_that_is_killed_takes_its_runs_along_and_goes_on(launcher):
     sweep_of(GOOD.replace("helper", "AT_ONCE = 2\nhelper"))
     (launcher / "how.json").write_text(json.dumps({"grpo-0": "sleeps", "grpo-1": "sleeps"}))
-    code = "import sys, flowjax.sweep as s; s._problems = lambda sweep: []; sys.exit(s.main(['sweep.py']))"
+    code = "import sys, flowjax.sweep as s; s._examined = lambda sweep, dry_run: {}; sys.exit(s.main(['sweep.py']))"
     sweep = subprocess.Popen([sys.executable, "-c", code], cwd=launcher)
     asleep = [launcher / "runs/sweep" / name / "asleep" for name in ("grpo-0", "grpo-1")]
     until = time.monotonic() + 60
@@ -284,7 +290,7 @@ def test_a_sweep_that_is_killed_takes_its_runs_along_and_goes_on(launcher):
 def test_a_sweep_that_is_interrupted_stops_its_runs_in_order(launcher):
     sweep_of(GOOD)
     (launcher / "how.json").write_text(json.dumps({"grpo-0": "sleeps"}))
-    code = "import sys, flowjax.sweep as s; s._problems = lambda sweep: []; sys.exit(s.main(['sweep.py']))"
+    code = "import sys, flowjax.sweep as s; s._examined = lambda sweep, dry_run: {}; sys.exit(s.main(['sweep.py']))"
     sweep = subprocess.Popen([sys.executable, "-c", code], cwd=launcher, stdout=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while not (launcher / "runs/sweep/grpo-0/asleep").exists() and time.monotonic() < until:
