@@ -48,7 +48,7 @@ from flowjax.canvas.backends.config import BackendConfigError, open_backends
 from flowjax.config import BASE_NAME, ConfigError, asks_help, load_run, save_run, task_options
 from flowjax.dataflow.evaluations import keep_evaluation
 from flowjax.dataflow.tasks import episode_seed, held_out_tasks, task_at
-from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, WorldError, find_world
+from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, WorldError, find_world, naming_options_of
 from flowjax.envs.pool import EnvPool
 from flowjax.files import replace_file
 from flowjax.launch import command_line
@@ -481,7 +481,8 @@ def _problems(request: EvaluationRequest) -> list[str]:
         return problems
     world = find_world(run.config.env.name)
     for source in run.config.env.sources or ("",):
-        world(**task_options(run.config, source)).env()
+        with naming_options_of(source, run.config):
+            world(**task_options(run.config, source)).env()
     return asyncio.run(_unanswered(request.endpoint))
 
 

@@ -12,7 +12,7 @@ import grain
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, task_options
-from flowjax.envs import Split, World, find_world
+from flowjax.envs import Split, World, find_world, naming_options_of
 from flowjax.records import Task
 
 
@@ -68,7 +68,8 @@ def _tasks(config: ConfigDict, split: Split) -> grain.MapDataset[Task]:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
             raise ConfigError(f"{field}.weight is {weight!r}: give a positive number")
         # Another offset for each, so that two sources of equal tasks do not come in the same order.
-        source = _source(config, kind(**task_options(config, name)), split, count, offset=number)
+        with naming_options_of(name, config):
+            source = _source(config, kind(**task_options(config, name)), split, count, offset=number)
         sources.append(source.map(partial(_named, name=name)))
         weights.append(float(weight))
     return grain.MapDataset.mix(sources, weights)

@@ -3,8 +3,10 @@
 A world: what tasks are played in. Its environments, tasks, prompts and reader of replies are one class.
 """
 
+import contextlib
 import dataclasses
 import functools
+import re
 import types
 import typing
 from abc import ABC, abstractmethod
@@ -20,6 +22,7 @@ from flowjax.records import Status, Task, state_key
 
 if TYPE_CHECKING:
     import grain
+    from ml_collections import ConfigDict
 
 Split = Literal["train", "held_out"]
 Style = Literal["instruct", "compact"]
@@ -38,6 +41,19 @@ class WorldError(ValueError):
 
 class NotReady(WorldError):
     """Files, a package or a program that a world needs are not on this machine. The message says how to get them."""
+
+
+@contextlib.contextmanager
+def naming_options_of(source: str, config: "ConfigDict") -> Iterator[None]:
+    """Have what is refused of options that a source of tasks has of its own name these; `env.options` are of all."""
+    local = config.env.sources[source].get("options", {}) if source else ()
+    try:
+        yield
+    except WorldError as error:
+        refused = re.split(r"[:;(]", str(error))[0]  # and not what there is besides
+        if not any(re.search(rf"\b{re.escape(name)}\b", refused) for name in local):
+            raise
+        raise type(error)(str(error).replace("env.options", f"env.sources.{source}.options")) from error
 
 
 def is_refusal(error: Exception) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options, taught_options
-from flowjax.envs import NotReady, World, WorldError, find_world, is_refusal
+from flowjax.envs import NotReady, World, WorldError, find_world, is_refusal, naming_options_of
 from flowjax.envs.demonstrations import (
     base_words,
     declared,
@@ -72,14 +72,14 @@ def _named(problems: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(f"config.{text}" if text.startswith("env.") else text for text in problems))
 
 
-def _messages(check: Callable[..., Iterator[str]], *args: Any, here: list[str] | None = None) -> list[str]:
+def _messages(check: Callable[..., Iterator[str] | None], *args: Any, here: list[str] | None = None) -> list[str]:
     """The problems that a check yields or raises; every room's own error is a ValueError with a message for users.
 
     What is only missing on this machine goes to `here`; without a list to take it, it ends the check around this one.
     """
     found: list[str] = []
     try:
-        found.extend(check(*args))
+        found.extend(check(*args) or ())
     except NotReady as error:
         if here is None:
             raise
@@ -116,8 +116,9 @@ def _world(config: ConfigDict) -> Iterator[str]:
         options = task_options(config, source)
         field = f"config.env.sources.{source}.options" if source else "config.env.options"
         try:
-            world = kind(**options)
-            world.env()
+            with naming_options_of(source, config):
+                world = kind(**options)
+                world.env()
         except Exception as error:
             yield _fails(f"{field} is {options}, with which {config.env.name} fails", error)
             continue
@@ -170,7 +171,8 @@ def _executors(run: Run) -> Iterator[str]:
     """Base models of the run, and endpoints, that the world's environments ask themselves."""
     config, obstacles = run.config, []
     for source in config.env.sources or ("",):
-        world = find_world(config.env.name)(**task_options(config, source))
+        with naming_options_of(source, config):
+            world = find_world(config.env.name)(**task_options(config, source))
         field = f"config.env.sources.{source}.options" if source else "config.env.options"
         for name, tokens in world.asked_bases().items():
             if (base := run.bases.get(name)) is None:
@@ -213,11 +215,11 @@ def _data(config: ConfigDict) -> Iterator[str]:
             yield f"{named} has {'a ' + type(first).__name__ if first else 'no task'}: make it of flowjax.records.Task"
 
 
-def _data_algorithms(config: ConfigDict) -> Iterator[str]:
+def _data_algorithms(config: ConfigDict) -> None:
     from flowjax.dataflow.algorithms import Chain, build_algorithms
 
     with Chain(build_algorithms(config)).state_changes():  # which packs their states: one that cannot be is found now
-        yield from ()
+        pass
 
 
 def _templates(run: Run) -> Iterator[str]:
@@ -246,7 +248,7 @@ def _learning(run: Run) -> Iterator[str]:
     yield from on_each_policy(run, check)
 
 
-def _reward(policy: Policy, run: Run) -> Iterator[str]:
+def _reward(policy: Policy, run: Run) -> None:
     from flowjax.rewards import check_reward
 
     components, workflow, world = policy.reward.components.to_dict(), run.config.workflow, run.config.env.name
@@ -256,7 +258,6 @@ def _reward(policy: Policy, run: Run) -> Iterator[str]:
     for agent in agents if components and not workflow_problem(module, name) else ():
         who = f"the {agent} of {workflow}" if agent and not alone else world
         check_reward(components, outcomes_of(workflow, agent, find_world(world)), who)
-    yield from ()
 
 
 def _workflow(config: ConfigDict) -> Iterator[str]:
@@ -271,21 +272,19 @@ def _workflow(config: ConfigDict) -> Iterator[str]:
         )
 
 
-def _credit(credit: ConfigDict) -> Iterator[str]:
+def _credit(credit: ConfigDict) -> None:
     from flowjax.credit.estimators import check_options
 
     check_options(credit.name, credit.options.to_dict())
-    yield from ()
 
 
-def _loss(loss: ConfigDict) -> Iterator[str]:
+def _loss(loss: ConfigDict) -> None:
     from flowjax.losses.policy import check_loss_options
 
     check_loss_options(loss.kind, loss.options.to_dict())
-    yield from ()
 
 
-def _rules(run: Run) -> Iterator[str]:
+def _rules(run: Run) -> None:
     """The rules of each policy's optimiser cover what it trains."""
     from flowjax.models.decoder import base_specs
     from flowjax.models.lora import Lora, adapter_specs
@@ -302,7 +301,6 @@ def _rules(run: Run) -> Iterator[str]:
             targets = adapter_specs(model, Lora(**policy.lora.to_dict()))
             names = [f"adapter/{target}/{part}" for target, parts in targets.items() for part in parts]
         check_rules(policy.optimizer.rules, names)
-    yield from ()
 
 
 def _bases(run: Run, device_count: int, platform: str, plan: dict[str, Any]) -> Iterator[str]:

@@ -64,6 +64,24 @@ def test_what_one_policy_has_of_its_own_is_checked_under_its_name(section, value
 
 
 @pytest.mark.parametrize(
+    ("shared", "own", "named"),
+    [
+        ({}, {"terms": 99}, "config.env.sources.long.options.terms is 99"),
+        ({}, {"path": "gone", "calculator": 1}, "config.env.sources.long.options path='gone' does not exist"),
+        ({}, {"termz": 3}, "config.env.sources.long.options.termz is no option of Math"),
+        ({"termz": 3}, {"terms": 3}, "config.env.options.termz is no option of Math"),
+    ],
+)
+def test_options_of_a_source_are_refused_under_its_name(shared, own, named):
+    config = sokoban.get_config("nano")
+    config.model.path, config.env.name = "", "flowjax.envs.math:Math"
+    config.env.options = shared
+    config.env.sources = {"short": {}, "long": {"options": own}}
+    found = inspect_run(resolve(config), 1, None)
+    assert any(text.startswith(named) for text in found["problems"] + found["here"]), found
+
+
+@pytest.mark.parametrize(
     ("algorithms", "message"),
     [
         ({"greso": {"windw": 3}}, r"config.dataflow.algorithms.greso.windw is no option .*did you mean 'window'\?"),
