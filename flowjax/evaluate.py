@@ -107,12 +107,17 @@ class Evaluation:
 @dataclass(frozen=True)
 class EvaluationRequest:
     """Evaluations that one set of engines, or one endpoint, can play; `endpoint` is the config of that, `out` the
-    folder that the command names."""
+    folder and `model` the model that the command names."""
 
     evaluations: Sequence[Evaluation]
     endpoint: Mapping[str, Any]
     prices: Prices
     out: str
+    model: str
+
+    def named(self, text: str) -> str:
+        """A message with the base model named as the command has it."""
+        return text.replace("config.model.path", "--model") if self.model else text
 
 
 def read_requests(argv: Sequence[str]) -> list[EvaluationRequest]:
@@ -155,7 +160,7 @@ def _read_request(argv: Sequence[str], folder: Path | None) -> EvaluationRequest
         evaluations = _of_checkpoints(config, folder, given)
     endpoint = _endpoint(given, config) if given["endpoint"] else {}
     prices = Prices(float(given["price_prompt"]), float(given["price_sampled"]))
-    return EvaluationRequest(evaluations, endpoint, prices, given["out"])
+    return EvaluationRequest(evaluations, endpoint, prices, given["out"], given["model"])
 
 
 def _check_sources(given: Mapping[str, Any], folder: Path | None) -> None:
@@ -464,7 +469,10 @@ def _with_models(request: EvaluationRequest) -> EvaluationRequest:
     found = []
     for evaluation in request.evaluations:
         run = evaluation.run
-        models = fetch_models(run, evaluation.trained_in or run.folder)
+        try:
+            models = fetch_models(run, evaluation.trained_in or run.folder)
+        except ConfigError as error:
+            raise ConfigError(request.named(str(error))) from error
         found.append(replace(evaluation, run=resolve(run.config, run.folder, models), models=models))
     return replace(request, evaluations=found)
 
@@ -476,7 +484,7 @@ def _problems(request: EvaluationRequest) -> list[str]:
         return []
     if not request.endpoint:
         found = examine(run, _devices(run))
-        return [*found.problems, *found.here]
+        return [request.named(text) for text in (*found.problems, *found.here)]
     if problems := check_config(run.config):
         return problems
     world = find_world(run.config.env.name)

@@ -284,6 +284,14 @@ def test_a_command_that_cannot_be_meant_is_refused(run, argv, message):
         read_requests([str(places.get(each, each)) for each in argv])
 
 
+@pytest.mark.parametrize("model", ["gone", "nobody/gone"])
+def test_a_model_that_cannot_be_had_is_named_by_the_flag_that_named_it(run, capsys, monkeypatch, model):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main([f"--config={run.parent / 'recipe.py'}:one", f"--model={model}"]) == 2
+    said = capsys.readouterr().err
+    assert f"--model is '{model}', which" in said and "config.model.path" not in said
+
+
 def test_a_run_of_before_with_a_field_that_is_no_more_is_evaluated_as_ever(run):
     saved(run, "one")
     config = json.loads((run / "config.json").read_text())
