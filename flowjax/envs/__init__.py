@@ -56,6 +56,19 @@ def naming_options_of(source: str, config: "ConfigDict") -> Iterator[None]:
         raise type(error)(str(error).replace("env.options", f"env.sources.{source}.options")) from error
 
 
+def check_characters(row: str, *texts: str) -> None:
+    """Check that the texts of a row of data can be written. JSON can spell half a surrogate pair, which nothing holds.
+
+    Raises:
+        WorldError: one is there.
+    """
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise WorldError(f"{row} has {half!r}, half a surrogate pair and no character: correct or remove it") from error
+
+
 def is_refusal(error: Exception) -> bool:
     """True of what a room refuses in words for users. Anything else is a fault of a module of their own."""
     return isinstance(error, ValueError) and any(kind.__module__.startswith("flowjax.") for kind in type(error).__mro__)

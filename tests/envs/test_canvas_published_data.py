@@ -253,6 +253,7 @@ def test_no_row_is_lost_or_crashes(tmp_path: Path, row: dict[str, Any], source: 
         ("{", "cannot be read as JSON lines"),
         ("[1]\n", "row 1 is no object"),
         ('{"answer": 5}\n', "row 1 has no problem"),
+        ('{"problem": "1 \\uD800", "answer": 5}\n', "row 1 has .*, half a surrogate pair"),
     ],
 )
 def test_files_that_are_no_data(tmp_path: Path, text: str, said: str):

@@ -142,11 +142,14 @@ def test_compact_prompts_spell_what_files_say(tmp_path: Path):
     assert message["content"] == "I s _ 3 _ < _ 4 ?" and set(message["content"].split()) <= words
 
 
-@pytest.mark.parametrize("name", ["nothing.jsonl", "notes.txt", "broken.jsonl", "list.jsonl", "empty", "one"])
+@pytest.mark.parametrize(
+    "name", ["nothing.jsonl", "notes.txt", "broken.jsonl", "list.jsonl", "half.jsonl", "empty", "one"]
+)
 def test_what_is_wrong_with_a_path_is_said(name: str, tmp_path: Path):
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "broken.jsonl").write_text('{"question": ')
     (tmp_path / "list.jsonl").write_text("[1]\n")
+    write(tmp_path / "half.jsonl", [{"question": "a", "answer": "1"}, {"question": "a\ud800", "answer": "1"}])
     (tmp_path / "empty").mkdir()
     write(tmp_path / "one.jsonl", [])
     (tmp_path / "one").mkdir()
@@ -156,6 +159,7 @@ def test_what_is_wrong_with_a_path_is_said(name: str, tmp_path: Path):
         "notes.txt": "data.math.build",
         "broken.jsonl": "cannot be read",
         "list.jsonl": "no object with fields",
+        "half.jsonl": r"half.jsonl, row 2 has '\\ud800', half a surrogate pair",
         "empty": r"it has nothing",
         "one": r"no test.jsonl.*it has train.jsonl",
     }

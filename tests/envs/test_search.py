@@ -386,6 +386,14 @@ def test_a_corpus_too_large_for_every_process_wants_a_server(tmp_path: Path, mon
         Search(path=str(tmp_path)).env()
 
 
+def test_half_a_surrogate_pair_is_named_in_questions_and_replaced_in_documents(tmp_path: Path):
+    (tmp_path / "corpus.jsonl").write_text('{"contents": "\\"T\\"\\nx \\ud800"}\n')
+    (tmp_path / "test.jsonl").write_text('{"question": "a?", "answer": "b"}\n{"question": "c?", "answer": "\\ud800"}\n')
+    assert Corpus(tmp_path / "corpus.jsonl")[0].contents == '"T"\nx ?'
+    with pytest.raises(WorldError, match=r"test.jsonl, row 2 has '\\ud800', half a surrogate pair"):
+        Search(path=str(tmp_path)).tasks("held_out", 0)
+
+
 def test_missing_questions_are_named(tmp_path: Path):
     (tmp_path / "corpus.jsonl").write_text('{"contents": "\\"T\\"\\nx"}\n')
     with pytest.raises(WorldError, match=r"neither train.parquet nor train.jsonl.*nq_hotpotqa_train"):

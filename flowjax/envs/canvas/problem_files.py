@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flowjax.canvas.values import Problem, ProblemKind
-from flowjax.envs import NotReady, WorldError
+from flowjax.envs import NotReady, WorldError, check_characters
 from flowjax.envs.code.problems import problem_of
 from flowjax.grading.answers import chosen, normalise_answer, options_of
 from flowjax.grading.code import Check, Suite, from_unittest, parse_quietly
@@ -260,6 +260,8 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                     row = json.loads(line)
                     if not isinstance(row, Mapping):
                         raise WorldError(f"{path}, row {number} is no object with fields: give one problem a line")
+                    if "\\u" in line:  # else there is none, and tests may be long
+                        check_characters(f"{path}, row {number}", json.dumps(row, ensure_ascii=False))
                     yield number, row
     except (OSError, ValueError) as error:
         if isinstance(error, WorldError):

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from flowjax.envs import NotReady, Split, WorldError
+from flowjax.envs import NotReady, Split, WorldError, check_characters
 from flowjax.fields import Interval
 from flowjax.grading.math import last_boxed
 from flowjax.records import state_key
@@ -180,6 +180,7 @@ def read(path: Path) -> list[MathProblem]:
                 "answer in them: give question and answer (GSM8K, AIME), problem and solution (MATH), problem and "
                 "answer (DeepScaleR, AIME), or prompt and reward_model (DAPO)"
             )
+        check_characters(f"{path}, row {number}", problem.question, problem.answer)
         problems.append(problem)
     return problems
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from flowjax.envs import NotReady, Split, WorldError
+from flowjax.envs import NotReady, Split, WorldError, check_characters
 
 # Every syllable has three letters and ends in one that English stemming leaves alone, so that a name can be cut back
 # into its syllables and no two names share a stem.
@@ -266,6 +266,7 @@ def document(fields: Mapping[str, Any], row: int) -> Document:
     contents = fields["contents"] if "contents" in fields else f'"{fields.get("title", "")}"\n{fields["text"]}'
     if not isinstance(contents, str):
         raise TypeError(f"contents is {type(contents).__name__}")
+    contents = contents.encode(errors="replace").decode()  # half a surrogate pair, which JSON can spell, is in no text
     found = Document(str(fields.get("id", row)), contents, str(fields.get("url") or ""))
     return found if found.url else Document(found.id, contents, f"/wiki/{found.title.replace(' ', '_')}")
 
@@ -334,12 +335,15 @@ def _read_split(folder: Path, split: Split) -> list[Question]:
     questions = []
     for number, row in enumerate(_rows(path), 1):
         try:
-            questions.append(_question(row))
+            question = _question(row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WorldError(
                 f"{path}, row {number}, is no question ({type(error).__name__}: {error}): it needs `question` and "
                 "`golden_answers`, `answer` or `reward_model.ground_truth.target`"
             ) from error
+        texts = (question.text, *question.answers, *map(str, question.chain), *question.augmented)
+        check_characters(f"{path}, row {number}", *texts)
+        questions.append(question)
     return questions
 
 
