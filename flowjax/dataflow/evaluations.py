@@ -1,5 +1,6 @@
 """Held-out evaluations beside training: when one is due, and its line in the log."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,10 +77,10 @@ class Evaluations:
             text = f"{self._count} tasks, all that are held out; config.eval.tasks asks for {config.eval.tasks}"
             self._metrics.write("run", role="evaluation", event="small held-out set:", text=text)
         with self._ledger.transaction():  # all of it or none, also when the process dies meanwhile
-            for index in range(self._count):
+            for index, task in enumerate(self._held_out):
                 self._ledger.add_group(
                     f"eval-{name}-{index:06d}",
-                    task_at(self._tasks, index),
+                    task,
                     [episode_seed(0, index, sample) for sample in range(config.eval.samples)],
                     kind="eval",
                     position=index,
@@ -89,6 +90,12 @@ class Evaluations:
                 )
         self._all[name] = self._unwritten[name] = versions
         self._started_s[name] = self._clock()
+
+    @functools.cached_property
+    def _held_out(self) -> list[Task]:
+        """The tasks, which are the same in every evaluation: a world may take milliseconds to make each, while nobody
+        gets a lease."""
+        return [task_at(self._tasks, index) for index in range(self._count)]
 
     def _due(self, versions: Mapping[str, int]) -> bool:
         """True at the start, at the end, and when the run has passed another `eval.every_steps`."""
@@ -162,7 +169,8 @@ class Evaluations:
             env_return_mean=_mean_of_tasks(tasks, lambda episode: episode.outcome.get("env_return", 0.0)),
             policies={policy: _of_policy(policy, tasks, rewards[policy]) for policy in self._policies},
             sources={name: _mean_of_tasks(list(found.values()), _solved) for name, found in by_source.items() if name},
-            seconds=self._clock() - self._started_s.get(name, self._clock()),
+            # Of one that a process before this one has opened nobody knows.
+            **({"seconds": self._clock() - self._started_s[name]} if name in self._started_s else {}),
         )
 
 

@@ -12,6 +12,7 @@ import pytest
 from flowjax.compare import read_scores
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.ledger import Kind
 from flowjax.dataflow.service import DataflowService
 from flowjax.dataflow.tasks import content_of, episode_seed, held_out_tasks, task_at
 from flowjax.monitor.held_out import read_held_out, summarise
@@ -108,6 +109,38 @@ def test_a_version_that_is_made_again_is_evaluated_again(tmp_path):
     flow.batches.commit("agent", 2)
     assert evaluated(2) == ["eval-agent@2-000000", "eval-agent@2-000001"]
     flow.close()
+
+
+def test_tasks_are_made_once_and_a_time_that_began_in_another_process_is_not_said(tmp_path):
+    """With 10,000 tasks each evaluation held every lease up for as long as the world took to make them."""
+    config = default_config()
+    config.trainer.update({"steps": 2, "groups_per_step": 1})
+    config.rollout.group_size = 1
+    config.eval.tasks, config.eval.every_steps = 5, 1
+    config.reward.components = {"success": 1.0}
+    made: list[int] = []
+    tasks = grain.MapDataset.range(9).map(lambda index: task_of(index, 9))
+    held_out = grain.MapDataset.range(5).map(lambda index: made.append(index) or task_of(index, 5))
+
+    def play(flow: Flow, kind: Kind, slots: int, version: int) -> None:
+        leases = flows.lease(flow, "w", slots, kind)
+        assert len(leases) == slots
+        assert all(flows.accept(flow, lease.lease_id, played(lease, version=version)) for lease in leases)
+
+    flow = Flow(resolve(config, tmp_path), train_tasks=tasks, held_out_tasks=held_out)
+    flow.report_serving("agent", 0)
+    play(flow, "eval", 5, 0)
+    play(flow, "train", 1, 0)
+    assert flows.credited(flow, "agent", 0)
+    flow.batches.commit("agent", 1)
+    flow.report_serving("agent", 1)
+    assert made == [0, 1, 2, 3, 4] and flow.ledger.is_under_way("agent@1")
+    flow.close()
+    flow = Flow(resolve(config, tmp_path), train_tasks=tasks, held_out_tasks=held_out)
+    flow.report_serving("agent", 1)
+    play(flow, "eval", 5, 1)
+    flow.close()
+    assert ["seconds" in entry for entry in read_metrics(tmp_path) if entry["kind"] == "eval"] == [True, False]
 
 
 def told(folder: Path) -> dict:
