@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flowjax.config import ConfigError, asks_help
-from flowjax.monitor.held_out import NO_SHARES, by_task, evaluation_of, read_held_out
+from flowjax.envs.demonstrations import no_shares_of
+from flowjax.monitor.held_out import by_task, evaluation_of, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
 
 _ALPHA = 0.05
@@ -105,10 +106,11 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
         found = difference(*scores)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    counts = no_shares_of(evaluation_of(first[0]).parent.parent)  # <run>/held_out/<evaluation>.jsonl
     columns = ("", "seeds", "mean", "95 % over tasks", "each seed")
     table = Table(*columns, title=f"{metric} on {found.tasks} shared tasks", title_justify="left")
     for name, side in zip("AB", scores, strict=True):
-        mean, low, high = task_interval(side.mean(axis=0), share=metric not in NO_SHARES)
+        mean, low, high = task_interval(side.mean(axis=0), share=metric not in counts)
         each = " ".join(f"{value:.3f}" for value in side.mean(axis=1))
         table.add_row(name, str(len(side)), f"{mean:.3f}", f"[{low:.3f}, {high:.3f}]", each)
     console.print(table)

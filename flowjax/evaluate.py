@@ -49,6 +49,7 @@ from flowjax.config import BASE_NAME, ConfigError, asks_help, load_run, save_run
 from flowjax.dataflow.evaluations import keep_evaluation
 from flowjax.dataflow.tasks import episode_seed, held_out_tasks, task_at
 from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, WorldError, find_world, naming_options_of
+from flowjax.envs.demonstrations import no_shares_of
 from flowjax.envs.pool import EnvPool
 from flowjax.files import replace_file
 from flowjax.launch import command_line
@@ -683,7 +684,7 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
         raise ConfigError(f"{run.folder}: no episode of this evaluation came to its end, see the lines above")
     transcripts = run.config.eval.transcripts
     held_out, _ = keep_evaluation(run.folder, evaluation.name, played, rewards_of(run), transcripts=transcripts)
-    results = summarise(held_out)
+    results = summarise(held_out, no_shares_of(run.folder))
     results |= {"asked": run.config.eval.tasks, "unfinished": len(leases) - len(played)}
     if cost := prices.cost(results["tokens"]["prompt"], results["tokens"]["sampled"]):
         results["cost"] = cost

@@ -24,6 +24,7 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, asks_help
+from flowjax.envs.demonstrations import no_shares_of
 from flowjax.files import new_folder
 from flowjax.models.config import read_config
 from flowjax.models.decoder import set_adapter
@@ -195,7 +196,7 @@ def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
     if beside:
         newest = oldest_first(beside)[-1]
         how = f"beside training{_together(newest.stem, name)}"
-        return {**dict(rows(summarise(read_held_out(newest)))), "played": how}
+        return {**dict(rows(summarise(read_held_out(newest), no_shares_of(newest.parent.parent)))), "played": how}
     return {"held-out tasks": "not evaluated at this step"}
 
 

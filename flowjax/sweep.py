@@ -41,6 +41,7 @@ from rich.console import Console
 
 from flowjax.compare import conclusion, read_scores, shared_tasks
 from flowjax.config import ConfigError, asks_help, load_run
+from flowjax.envs.demonstrations import no_shares_of
 from flowjax.fields import FOLDER_NAME, nearest, shown
 from flowjax.files import replace_file
 from flowjax.launch import command_line
@@ -49,7 +50,6 @@ from flowjax.launch.checks import check_config, check_unchanged, differences
 from flowjax.launch.machine import RunInUse, check_unused, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
-from flowjax.monitor.held_out import NO_SHARES
 from flowjax.monitor.statistics import difference, task_interval
 from flowjax.run import resolve
 
@@ -285,12 +285,13 @@ def compare_variants(sweep: Sweep) -> tuple[list[_Row], list[str]]:
         name: {run.seed: read_scores(run.result, sweep.metric) for run in finished if run.variant == name}
         for name in sweep.variants
     }
+    counts = no_shares_of(finished[0].folder) if finished else ()
     there = [name for name in sweep.variants if scores[name]]
     rows, said = [], []
     for name in there:
         base = scores[there[0]]
         first, other = shared_tasks(list(base.values()), list(scores[name].values()))
-        mean, low, high = task_interval(other.mean(axis=0), share=sweep.metric not in NO_SHARES)
+        mean, low, high = task_interval(other.mean(axis=0), share=sweep.metric not in counts)
         row = _Row(name, other.mean(axis=1), mean, low, high)
         if name != there[0]:
             both = [seed for seed in base if seed in scores[name]]

@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from flowjax.compare import compare, evaluations_named, read_scores
-from flowjax.config import ConfigError
-from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
+from flowjax.config import ConfigError, default_config, save_run
+from flowjax.envs.demonstrations import no_shares_of
+from flowjax.monitor.held_out import NO_SHARES, HeldOutEpisode, summarise, write_held_out
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,6 +49,21 @@ def test_a_better_policy_is_called_better_and_nothing_is_said_of_its_method(tmp_
     assert "A's success is higher than B's by 0." in text and "between these two policies" in text
     assert "that takes several seeds of each" in text
     assert "A's success is lower than B's" in printed([second], [first])
+
+
+def test_what_a_world_counts_has_no_interval_of_a_share(tmp_path: Path):
+    """One calculation in every task was said to be 1 [0.76, 1]."""
+    config = default_config()
+    config.env.name = "flowjax.envs.math:Math"
+    save_run(config, tmp_path / "run")
+    outcome = {"calculations": 1.0, "answered": 1.0}
+    episodes = [HeldOutEpisode(task, task, "", 0, "ok", 1.0, 3, 6, outcome, {}) for task in "abcdefgh"]
+    write_held_out(tmp_path / "run", "agent@40", episodes)
+    assert printed([tmp_path / "run"], [tmp_path / "run"], metric="calculations").count("[1.000, 1.000]") == 2
+    assert printed([tmp_path / "run"], [tmp_path / "run"], metric="answered").count("[0.676, 1.000]") == 2
+    metrics = summarise(episodes, no_shares_of(tmp_path / "run"))["metrics"]
+    assert metrics["calculations"]["low"] == metrics["turns"]["high"] / 3 == 1.0 > metrics["answered"]["low"]
+    assert no_shares_of(tmp_path / "no run") == set(NO_SHARES)
 
 
 def test_a_run_does_not_differ_from_itself(tmp_path: Path):

@@ -158,6 +158,8 @@ class World(ABC):
     """
 
     OUTCOMES: ClassVar[tuple[str, ...]] = ("success",)
+    COUNTS: ClassVar[tuple[str, ...]] = ()
+    """Those of them that are no shares of 1, such as counts and times: equal ones have no interval of a share."""
     STEPS_WAIT: ClassVar[bool] = False
     """True where steps wait for something outside the process, such as a server. Environments of one process then step
     side by side, in threads, and bound their waiting themselves: no deadline of the pool holds for them."""

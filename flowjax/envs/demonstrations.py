@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flowjax.envs import Context, Message, Observation, Past, Style, World, WorldError
+from flowjax.config import ConfigError, load_run
+from flowjax.envs import Context, Message, Observation, Past, Style, World, WorldError, find_world
 from flowjax.fields import NAMED, load_module
+from flowjax.monitor.held_out import NO_SHARES
 from flowjax.records import Task
 from flowjax.run import Run
 
@@ -145,6 +147,15 @@ def outcomes_of(workflow: str, agent: str, world: type[World]) -> tuple[str, ...
         raise WorldError(f"{module} has OUTCOMES {by_agent!r}: give a map of agents to the outcomes that each reports")
     named = tuple(by_agent.get(agent, ()))
     return named if "success" in named else (*world.OUTCOMES, *named)
+
+
+def no_shares_of(run_dir: Path) -> frozenset[str]:
+    """Metrics of a run's episodes that are no shares of 1; those of every world alone where its own is not here."""
+    try:
+        counts = find_world(load_run(run_dir).env.name).COUNTS
+    except (ConfigError, WorldError):
+        counts = ()
+    return frozenset((*NO_SHARES, *counts))
 
 
 def demonstrates(module: str) -> bool:

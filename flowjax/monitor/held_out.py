@@ -2,7 +2,7 @@
 are made of them: means with intervals over tasks, pass@k, maj@k, as JSON and Markdown."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from flowjax.monitor.statistics import majority_at_k, pass_at_k, task_interval
 
 Interval = dict[str, float]
 _FIRST = ("success", "reward")  # of the metrics, in tables
-NO_SHARES = ("turns", "invalid_actions", "env_return", "sampled_tokens", "prompt_tokens")  # also where all are 0 or 1
+# No shares of 1, in any world; its own ones are in its COUNTS.
+NO_SHARES = ("turns", "invalid_actions", "env_return", "helpers", "sampled_tokens", "prompt_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,9 @@ def by_task(episodes: Sequence[HeldOutEpisode], metric: str) -> dict[str, list[f
     return found
 
 
-def summarise(episodes: Sequence[HeldOutEpisode]) -> dict[str, Any]:
-    """Results as in `results.json`: means with intervals over tasks, pass@k and maj@k.
+def summarise(episodes: Sequence[HeldOutEpisode], no_shares: Collection[str] = NO_SHARES) -> dict[str, Any]:
+    """Results as in `results.json`: means with intervals over tasks, pass@k and maj@k. Of metrics that are
+    `no_shares` of 1, equal values have no interval.
 
     These are there for k = 1, 2, 4 ... up to the samples that every task has; maj@k where the world compares answers.
     """
@@ -132,7 +134,7 @@ def summarise(episodes: Sequence[HeldOutEpisode]) -> dict[str, Any]:
     return {
         "tasks": len(tasks),
         "episodes": len(episodes),
-        "metrics": {name: _interval(by_task(episodes, name), share=name not in NO_SHARES) for name in names},
+        "metrics": {name: _interval(by_task(episodes, name), share=name not in no_shares) for name in names},
         "pass_at": {k: _over_tasks(tasks, lambda played, k=k: _pass_at(played, k)) for k in ks},
         "majority_at": {k: _over_tasks(tasks, lambda played, k=k: _majority_at(played, k)) for k in compared},
         "sources": _success_by(episodes, lambda episode: episode.source),

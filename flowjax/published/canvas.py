@@ -123,6 +123,7 @@ class PublishedCanvas(Canvas):
         *Canvas.OUTCOMES,
         *("repaired_actions", "canvas_checker", "canvas_format", "canvas_operator", "canvas_control"),
     )
+    COUNTS = (*Canvas.COUNTS, "repaired_actions")
     Options = PublishedCanvasOptions
     View = HintedView
     Environment = PublishedCanvasEnv

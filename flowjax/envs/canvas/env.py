@@ -32,6 +32,8 @@ OUTCOMES = (
     "branching", "nesting", "checks", "formats", "executor_calls", "executor_tokens", "executor_cost",
     "executor_seconds",
 )  # fmt: skip
+_SHARES = ("success", "correctness", "finished", "operator_entropy", "distinct_siblings")
+COUNTS = tuple(name for name in OUTCOMES if name not in _SHARES)
 GRACE_S = 1.0  # for what a run does after its deadline
 _REFUSAL_CHARACTERS = 600  # shown of why an action was refused
 _STALLED_SHARE = 0.5  # of `step_s`: a request that alone waits longer has met an outage, not a long workflow

@@ -45,7 +45,7 @@ from flowjax.envs import (
     user_says,
 )
 from flowjax.envs.canvas import exercises, experts
-from flowjax.envs.canvas.env import GRACE_S, OUTCOMES, CanvasEnv, failed_step
+from flowjax.envs.canvas.env import COUNTS, GRACE_S, OUTCOMES, CanvasEnv, failed_step
 from flowjax.envs.canvas.executors import bases_of_run, open_executors, price_list, relative_prices
 from flowjax.envs.canvas.experts import NAMES, Expert
 from flowjax.envs.canvas.problem_files import records
@@ -195,7 +195,7 @@ class CanvasOptions:
 class Canvas(World):
     """Edit a workflow of operators until its run solves the problem. State: problem, workflow, finished."""
 
-    OUTCOMES = OUTCOMES
+    OUTCOMES, COUNTS = OUTCOMES, COUNTS
     STEPS_WAIT = True  # for executors
     Options = CanvasOptions
     View = CanvasView

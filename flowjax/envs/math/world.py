@@ -97,6 +97,7 @@ class Math(World):
     """Problems of mathematics. State: the problem and what was calculated."""
 
     OUTCOMES = ("success", "answered", "calculations")
+    COUNTS = ("calculations",)
     Options = MathOptions
     View = MathView
 

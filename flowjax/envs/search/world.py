@@ -147,6 +147,7 @@ class Search(World):
     """Answer a question with a search engine's help. State: the question and the documents retrieved so far."""
 
     OUTCOMES = ("success", "f1", "answered", "searches")
+    COUNTS = ("searches",)
     Options = SearchOptions
     View = SearchView
 
