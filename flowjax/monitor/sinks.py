@@ -12,10 +12,9 @@ what was missed. No package is imported that is not named.
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,13 +125,14 @@ def forwarding(run_dir: Path, config: ConfigDict, say: Callable[[str], None]) ->
 def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event, say: Callable[[str], None]) -> None:
     progress, noted, sink = Progress(run_dir), run_dir / f"sink-{name}.json", None
     # What a start before this one has sent.
-    before_s = sent_s = _sent_s(noted)
-    resumed = before_s > 0
+    sent_s, newest = _sent(noted)
+    first_look, resumed = True, sent_s > 0
     try:
         while True:
             last = stop.is_set()  # before the look: what is written until then is sent
             lines = [line for line in progress.update() if line.get("kind") in _SENT and "step" in line]
-            lines = [line for line in lines if line.get("time_s", 0.0) > before_s]
+            if first_look:
+                lines, first_look = _behind(newest, lines, sent_s), False
             if lines and sink is None:
                 first = min(line["step"] for line in lines) if resumed else None
                 sink = _SINKS[name](run_dir, config, first)
@@ -141,12 +141,9 @@ def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event
                 sink.log(_numbers(line, several=len(config.policies) > 1), line["step"])
                 sent_s = max(sent_s, line.get("time_s", 0.0))
             if lines:
-                replace_file(noted, json.dumps({"sent_s": sent_s}), durable=False)
+                replace_file(noted, json.dumps({"sent_s": sent_s, "newest": _named(lines[-1])}), durable=False)
             if last:
                 return
-            # Lines of this start are new whatever their time: several processes write them, on machines whose clocks
-            # differ, and the run may have moved to another one.
-            before_s = -math.inf
             stop.wait(_LOOK_EVERY_S)
     except Exception as error:  # a service of others may fail in any way, and training goes on
         say(f"{name} gets no more metrics: {type(error).__name__}: {error}")
@@ -156,11 +153,24 @@ def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event
                 sink.close()
 
 
-def _sent_s(noted: Path) -> float:
+def _sent(noted: Path) -> tuple[float, list[Any]]:
+    """The latest time of a line that was sent, and the last line of these in the file."""
     try:
-        return float(json.loads(noted.read_text())["sent_s"])
+        sent = json.loads(noted.read_text())
+        return float(sent["sent_s"]), sent.get("newest", [])
     except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
+        return 0.0, []
+
+
+def _named(line: Mapping[str, Any]) -> list[Any]:
+    return [line.get(name) for name in ("time_s", "kind", "step", "policy")]
+
+
+def _behind(newest: list[Any], lines: Sequence[dict[str, Any]], sent_s: float) -> list[dict[str, Any]]:
+    """The lines behind the last one that was sent. Times say nothing: several processes write, on machines whose clocks
+    differ. Only where a trainer that went back has dropped that line, those of a later time are taken."""
+    places = [place for place, line in enumerate(lines) if _named(line) == newest]
+    return list(lines[places[-1] + 1 :]) if places else [line for line in lines if line.get("time_s", 0.0) > sent_s]
 
 
 def _numbers(line: Mapping[str, Any], *, several: bool) -> dict[str, float]:

@@ -133,6 +133,21 @@ def test_a_service_gets_the_calls_that_it_knows(tmp_path, monkeypatch, name):
     assert (logged[1][0], logged[2]) == expected
 
 
+def test_a_line_of_a_slow_clock_that_nobody_sent_is_sent_when_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", package := Calls("trackio"))
+    writer, earlier_s = MetricsWriter(tmp_path), time.time() - 60
+    with forwarding(tmp_path, config_of("trackio"), print):
+        writer.write("train", step=1, loss=0.5)
+    with monkeypatch.context() as slow:
+        slow.setattr("flowjax.monitor.metrics.time.time", lambda: earlier_s)
+        writer.write("eval", step=1, success_rate=0.25)  # while nobody looks
+    for step in (2, 3):
+        with forwarding(tmp_path, config_of("trackio"), print):
+            writer.write("train", step=step, loss=0.25)
+    logged = [(*call[1][0], call[2]["step"]) for call in package.calls if call[0] == "log"]
+    assert logged == [("train/loss", 1), ("eval/success_rate", 1), ("train/loss", 2), ("train/loss", 3)]
+
+
 def test_a_service_that_fails_is_told_of_once_and_stops_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Calls("wandb", fails=True))
     writer, said = MetricsWriter(tmp_path), []
