@@ -261,7 +261,7 @@ def _bare(text: str) -> str:
     text = text.replace("≥", ">=").replace("×", "*").replace("·", "*").replace("°", "").replace(r"^\circ", "")
     text = re.sub(r"\\[!,;:]|\\left(?![a-z])|\\right(?![a-z])", "", text)
     text = re.sub(r"^\s*\\?[$€£]\s*(?=[-\d.])", "", text)
-    return text.rstrip(". ").strip()
+    return re.sub(r"^([-+]?\d+) and (?:a|one) half$", r"\1 1/2", text.rstrip(". ").strip())
 
 
 def _unwrapped(text: str) -> str:

@@ -61,6 +61,8 @@ SAME = [
     ("3<x", r"(3,\infty)"),
     ("2>=x>1", "(1,2]"),
     (r"\varnothing", r"\emptyset"),
+    ("2 and a half", "2.5"),
+    (r"-2\text{ and one half}", r"-\frac{5}{2}"),
 ]
 DIFFERENT = [
     ("sqrt(3)/3", r"\boxed{\frac{\sqrt2}{3}}"),  # both became "3" there
@@ -95,6 +97,8 @@ DIFFERENT = [
     ("2 3/0", "2"),
     ("5 5", "55"),
     (r"5\text{ and a half}", "5"),
+    ("half", "0.5 and a half"),
+    ("1/2 and a half", "1/4"),
     (r"5\text{ thirds}", "5"),
     (r"5\text{ squared}", "5"),
 ]
