@@ -49,7 +49,7 @@ from flowjax.launch.__main__ import read_request
 from flowjax.launch.checks import check_config, check_unchanged, differences
 from flowjax.launch.machine import RunInUse, check_unused, hold
 from flowjax.launch.preflight import Findings, examine
-from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
+from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, on_signals
 from flowjax.monitor.statistics import difference, task_interval
 from flowjax.run import resolve
 
@@ -248,8 +248,7 @@ async def _run_all(sweep: Sweep, console: Console) -> tuple[list[str], int]:
     missing = [run for run in sweep.runs if not run.result.exists()]
     say(f"{sweep.folder}: {len(sweep.runs) - len(missing)} of {len(sweep.runs)} runs are finished")
     work = asyncio.gather(*map(one, missing))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    on_signals(stop)
     try:
         await work
     except asyncio.CancelledError:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flowjax.launch.screen import Screen
-from flowjax.launch.supervisor import Role, RoleFailed, Supervisor
+from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, on_signals
 from flowjax.monitor.metrics import MetricsWriter, Progress, write_status
 from flowjax.monitor.prometheus import write_targets
 from flowjax.monitor.trouble import explain, probe
@@ -157,8 +157,7 @@ class RunSession:
             self._interrupted = number
             work.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        on_signals(stop)
 
     def _on_event(self, role: str, event: str, text: str) -> None:
         shown = self._console.is_terminal  # elsewhere the screen tells what is in the metrics

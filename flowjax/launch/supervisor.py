@@ -313,6 +313,14 @@ class Supervisor:
         return status, cause or describe_status(status)
 
 
+def on_signals(stop: Callable[[signal.Signals], None]) -> None:
+    """Have the running event loop call `stop` for each signal that asks to end. Under nohup a terminal that closes does
+    not: SIGHUP stays ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+
+
 class _Child:
     """A role's process below its guard, in a session of its own."""
 

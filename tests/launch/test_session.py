@@ -165,6 +165,26 @@ def test_one_signal_stops_in_order(tmp_path, number):
     assert (tmp_path / "dataflow.stopped").exists()
 
 
+@pytest.mark.parametrize(("before", "status"), [(signal.SIG_DFL, 128 + signal.SIGHUP), (signal.SIG_IGN, 0)])
+def test_a_terminal_that_closes_stops_a_run_but_under_nohup(tmp_path, before, status):
+    waits = """
+        import sys, time
+        from pathlib import Path
+        while not Path(sys.argv[1], "go on").exists(): time.sleep(0.02)
+        """
+    found = signal.signal(signal.SIGHUP, before)  # as nohup has it for what it starts
+    try:
+        run = start(tmp_path, trainer=waits + textwrap.indent(TRAINER, 8 * " "))
+    finally:
+        signal.signal(signal.SIGHUP, found)
+    wait_for(tmp_path / "dataflow.started")
+    run.send_signal(signal.SIGHUP)
+    if not status:
+        (tmp_path / "go on").touch()
+    run.communicate(timeout=120)
+    assert run.returncode == status
+
+
 def test_the_second_signal_stops_at_once(tmp_path):
     stubborn = """
         import os, signal, sys, time
