@@ -224,8 +224,10 @@ def main(argv: Sequence[str]) -> int:
             found = examine(request.run, request.devices, resume=request.resume)
             if problems := [*found.problems, *found.here]:
                 return _refuse(problems)
-        save_run(request.run.config, run_dir)
-        with hold(run_dir):
+        with hold(run_dir):  # before anything is written: of two launches that chose one name, this may be the second
+            if (run_dir / "config.json").exists() and not (request.resume or request.run.is_node):
+                raise RunInUse(f"{run_dir} was made by another launch meanwhile: start again, or give another --name")
+            save_run(request.run.config, run_dir)
             write_models(run_dir, models)
             command = [sys.executable, "-m", "flowjax.launch", *argv]
             with recorded_start([run_dir], command, engine_python=request.run.config.engine.python) as start:

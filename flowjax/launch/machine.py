@@ -295,11 +295,12 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def hold(run_dir: Path) -> Iterator[None]:
-    """Keep a second supervisor away from the run folder, for as long as this process lives.
+    """Keep a second supervisor away from the run folder, which is made, for as long as this process lives.
 
     Raises:
         RunInUse: there is one already.
     """
+    run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / _LOCK_FILE).open("a+") as lock:  # "w" would erase the holder's process id before the lock is ours
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -327,7 +328,8 @@ def check_unused(run_dir: Path) -> list[str]:
 
 def _used(run_dir: Path, lock: IO[str]) -> str:
     lock.seek(0)
-    return f"run folder {run_dir} is in use by process {lock.read().strip() or '?'}: stop that one first"
+    holder = lock.read().strip() or "?"
+    return f"run folder {run_dir} is in use by process {holder}: stop that one first; a new run takes another --name"
 
 
 def can_bind(port: int) -> bool:

@@ -1,5 +1,6 @@
 """The command as a user runs it, up to where a run would start."""
 
+import contextlib
 import json
 import resource
 import subprocess
@@ -11,9 +12,10 @@ import pytest
 from flowjax.config import ConfigError, load_run, save_run
 from flowjax.launch.__main__ import main, read_request
 from flowjax.launch.devices import Devices, share_out
-from flowjax.launch.preflight import disk_bytes, examine
+from flowjax.launch.machine import hold
+from flowjax.launch.preflight import Findings, disk_bytes, examine
 from flowjax.monitor.metrics import write_status
-from flowjax.run import resolve, write_models
+from flowjax.run import Run, resolve, write_models
 
 
 def launch(*argv, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -105,6 +107,27 @@ def test_a_name_that_was_asked_for_must_be_free_and_one_from_the_recipe_is_numbe
     assert "runs/given exists already: go on with it by --resume=runs/given" in done.stderr
     done = launch(f"--config={recipe}:named", "--config.trainer.row_tokens=100", cwd=tmp_path)
     assert "starting runs/given-2" in done.stdout
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_of_two_launches_that_chose_one_name_the_second_changes_nothing(
+    recipe, config, tmp_path, monkeypatch, capsys, under_way
+):
+    first = contextlib.ExitStack()
+
+    def meanwhile(run: Run, devices: Devices, *, resume: bool) -> Findings:
+        save_run(config, run.folder)
+        if under_way:
+            first.enter_context(hold(run.folder))
+        return Findings()
+
+    monkeypatch.setattr("flowjax.launch.__main__.examine", meanwhile)
+    monkeypatch.chdir(tmp_path)
+    with first:
+        assert main([f"--config={recipe}:named", f"--config.seed={config.seed + 1}"]) == 2
+    said = "a new run takes another --name" if under_way else "was made by another launch meanwhile"
+    assert said in capsys.readouterr().err
+    assert load_run(tmp_path / "runs" / "given").seed == config.seed
 
 
 def test_resume_reads_the_saved_config_and_refuses_another_run(recipe, config, tmp_path):

@@ -198,7 +198,8 @@ def test_one_supervisor_per_run_folder(tmp_path):
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert machine.check_unused(tmp_path) == [
-            f"run folder {tmp_path} is in use by process {holder.pid}: stop that one first"
+            f"run folder {tmp_path} is in use by process {holder.pid}: stop that one first; a new run takes another "
+            "--name"
         ]
         with pytest.raises(machine.RunInUse, match=str(holder.pid)), machine.hold(tmp_path):
             pass
