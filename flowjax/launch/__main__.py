@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -185,6 +186,16 @@ def _devices(run: Run, values: flags.FlagValues) -> Devices:
 def main(argv: Sequence[str]) -> int:
     if asks_help(argv, __doc__):
         return OK
+    try:
+        return _do(argv)
+    except (ConfigError, RunInUse) as error:
+        return _refuse([str(error)])
+    except KeyboardInterrupt:  # before any role has started: from then on the session hears signals
+        print("stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _do(argv: Sequence[str]) -> int:
     shown = command_line.value_of(argv, "status")
     for flag, change in (("invite", _invite), ("evict", _evict)):
         if (named := command_line.value_of(argv, flag)) is not None:
@@ -193,10 +204,7 @@ def main(argv: Sequence[str]) -> int:
         return _show_status(Path(shown))
     if any(argument.startswith("--role") for argument in argv):
         return _train(argv)
-    try:
-        request = read_request(argv)
-    except ConfigError as error:
-        return _refuse([str(error)])
+    request = read_request(argv)
     console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     if request.plan:
         return _show_layouts(request, console)
@@ -208,10 +216,7 @@ def main(argv: Sequence[str]) -> int:
     if request.run.is_node:
         from flowjax.launch import join
 
-        try:
-            join.fetch(request.run)
-        except ConfigError as error:
-            return _refuse([str(error)])
+        join.fetch(request.run)
     found = examine(request.run, request.devices, resume=request.resume)
     if problems := [*found.problems, *found.here]:
         return _refuse(problems)
@@ -235,8 +240,6 @@ def main(argv: Sequence[str]) -> int:
                     _start_ledger_anew(request.run, console)
                 start["exit_status"] = _run(request, console)
                 return start["exit_status"]
-    except (RunInUse, ConfigError) as error:
-        return _refuse([str(error)])
     except OSError as error:
         return _refuse([f"run folder {run_dir}: {error.strerror}: give another --config.runs=<folder>"])
 
@@ -249,10 +252,7 @@ def _train(argv: Sequence[str]) -> int:
     if sorted(argument.partition("=")[0] for argument in argv) != ["--role", "--run"] or role != "trainer" or not run:
         reason = "is --role=trainer --run=<run folder> and nothing else: the run's own launch says how it is trained"
         return _refuse([f"what a task of a cluster's job is given {reason}"])
-    try:
-        join.train(Path(run), Console(width=_PLAIN_WIDTH))
-    except ConfigError as error:
-        return _refuse([str(error)])
+    join.train(Path(run), Console(width=_PLAIN_WIDTH))
     return OK
 
 
@@ -277,10 +277,7 @@ def _start_ledger_anew(run: Run, console: Console) -> None:
 def _show_status(run_dir: Path) -> int:
     from flowjax.launch.screen import render_status
 
-    try:
-        Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(render_status(run_dir))
-    except ConfigError as error:
-        return _refuse([str(error)])
+    Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(render_status(run_dir))
     return OK
 
 
@@ -290,8 +287,6 @@ def _invite(run_dir: Path, node: str) -> int:
 
     try:
         shown = join.invitation(run_dir, node)
-    except ConfigError as error:
-        return _refuse([str(error)])
     except OSError as error:
         return _refuse([f"{run_dir} cannot be written ({error.strerror}): give the folder of a run"])
     print(shown)
@@ -329,10 +324,7 @@ def _evict(run_dir: Path, name: str) -> int:
 def _show_layouts(request: LaunchRequest, console: Console) -> int:
     from flowjax.launch import planner
 
-    try:
-        console.print(planner.render(request.run, request.plan), highlight=False, soft_wrap=True)
-    except ConfigError as error:
-        return _refuse([str(error)])
+    console.print(planner.render(request.run, request.plan), highlight=False, soft_wrap=True)
     return OK
 
 

@@ -130,6 +130,17 @@ def test_of_two_launches_that_chose_one_name_the_second_changes_nothing(
     assert load_run(tmp_path / "runs" / "given").seed == config.seed
 
 
+def test_an_interrupt_before_anything_has_started_is_one_line(recipe, tmp_path, monkeypatch, capsys):
+    def interrupted(*_: object, **__: object) -> Findings:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flowjax.launch.__main__.examine", interrupted)
+    monkeypatch.chdir(tmp_path)
+    assert main([f"--config={recipe}"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+    assert not (tmp_path / "runs").exists()
+
+
 def test_resume_reads_the_saved_config_and_refuses_another_run(recipe, config, tmp_path):
     done = launch("--resume=runs/none", cwd=tmp_path)
     assert done.returncode == 2
