@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, load_run, save_run
 from flowjax.launch.__main__ import main, read_request
 from flowjax.launch.devices import Devices, share_out
 from flowjax.launch.machine import hold
 from flowjax.launch.preflight import Findings, disk_bytes, examine
-from flowjax.monitor.metrics import write_status
+from flowjax.monitor.metrics import MetricsWriter, write_status
 from flowjax.run import Run, resolve, write_models
 
 
@@ -190,6 +191,23 @@ def test_a_run_is_not_resumed_to_a_step_that_it_is_beyond(config, tmp_path, poli
     config.trainer.steps = 3
     found = examine(resolve(config, run_dir), Devices(), resume=True)
     assert not any("trainer.steps" in text for text in found.problems)
+
+
+def test_a_policy_that_has_lost_its_checkpoints_is_not_trained_anew(config, tmp_path):
+    config.policies = ConfigDict({"solver": {}, "verifier": {}, "novice": {}})
+    config.agents = ConfigDict({name: name for name in config.policies})
+    run = resolve(config, tmp_path / "run")
+    metrics = MetricsWriter(run.folder)
+    for policy in ("solver", "verifier"):
+        metrics.write("train", step=1, policy=policy)
+    (run.folder / "checkpoints" / "solver" / "1").mkdir(parents=True)
+
+    def lost(*, resume: bool) -> list[str]:
+        return [text for text in examine(run, Devices(), resume=resume).here if "has no checkpoint" in text]
+
+    (message,) = lost(resume=True)
+    assert message.startswith(f"{run.folder}/checkpoints/verifier has no checkpoint")
+    assert lost(resume=False) == []
 
 
 def test_a_nano_base_is_not_made_anew_under_what_was_trained_on_it(config, tmp_path):
