@@ -88,6 +88,9 @@ def read_request(argv: Sequence[str]) -> LaunchRequest:
         ConfigError: a mistake in it.
     """
     config, values = command_line.parse(argv, _define, fallback=_known_config)
+    for name in ("join", "name", "plan", "resume"):  # as of a shell's variable that is not set
+        if values[name].present and not values[name].value:
+            raise ConfigError(f"--{name} is empty: give a value, or leave the flag out")
     if url := values["join"].value:
         from flowjax.launch import join
 

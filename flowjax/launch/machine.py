@@ -25,6 +25,7 @@ from flowjax.run import TAUGHT_FILE, Base, Run, read_models
 
 # ---------------------------------------------------------------------------------------------- ports, folders, engines
 
+LOOPBACK = "127.0.0.1"  # where engines listen
 _LOCK_FILE = "launch.lock"
 _SLACK_BYTES = 64 * 1024**2  # logs, metrics, ledger
 _BLACKWELL = 10.0  # compute capability
@@ -112,16 +113,17 @@ def check_ports(run: Run) -> list[str]:
         for name, base in run.bases.items()
         if base.engine.port and not base.engine.urls
     }
-    problems, starts_dataflow = [], not run.is_node and not run.config.eval.versions
-    if starts_dataflow and (port := run.config.dataflow.port):
-        wanted["config.dataflow.port"] = range(port, port + 1)
-    if starts_dataflow and not _is_here(host := run.config.dataflow.host):
+    problems, hosts = [], {"config.dataflow.port": run.config.dataflow.host}
+    starts_dataflow = not run.is_node and not run.config.eval.versions
+    if starts_dataflow and not can_bind(0, host := run.config.dataflow.host):
         problems.append(
             f"config.dataflow.host is {host!r}, which is no address of this machine: give one, or 0.0.0.0 for all"
         )
+    elif starts_dataflow and (port := run.config.dataflow.port):
+        wanted["config.dataflow.port"] = range(port, port + 1)
     for field, ports in wanted.items():
         for port in ports:
-            if not can_bind(port):
+            if not can_bind(port, hosts.get(field, LOOPBACK)):
                 which = "which" if port == ports[0] else f"and an engine takes {port}, which"
                 problems.append(
                     f"{field} is {ports[0]}, {which} another process uses: free it, or set it to 0 for a free one"
@@ -332,23 +334,13 @@ def _used(run_dir: Path, lock: IO[str]) -> str:
     return f"run folder {run_dir} is in use by process {holder}: stop that one first; a new run takes another --name"
 
 
-def can_bind(port: int) -> bool:
-    """True where a server could listen now: nobody else does."""
-    with socket.socket() as probe:
-        # As the servers do: connections of the last one that linger do not keep the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-def _is_here(host: str) -> bool:
-    """True where a server of this machine could listen at that address."""
+def can_bind(port: int, host: str = LOOPBACK) -> bool:
+    """True where a server could listen now: the address is one of this machine, and nobody else does."""
     try:
-        family, kind, *_, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        family, kind, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
+            # As the servers do: connections of the last one that linger do not keep the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except (OSError, UnicodeError):  # the latter of what cannot be a name
         return False

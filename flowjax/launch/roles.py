@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flowjax.config import BASE_NAME
 from flowjax.launch.devices import Devices, processes_here
-from flowjax.launch.machine import can_bind, free_port
+from flowjax.launch.machine import LOOPBACK, can_bind, free_port
 from flowjax.launch.supervisor import Role, answers
 from flowjax.monitor.token import reachable
 from flowjax.run import Base, Run, write_endpoints
@@ -225,7 +225,7 @@ def _again(run: Run, ports: dict[str, int], devices: Devices, name: str) -> tupl
         OSError: the port is taken, and the config fixes it.
     """
     news, port = "", ports[name]
-    if not can_bind(port):
+    if not can_bind(port, run.config.dataflow.host if name == "dataflow" else LOOPBACK):
         if name in fixed_ports(run):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), f"port {port}")
         ports[name] = free_port()

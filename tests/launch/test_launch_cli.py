@@ -131,6 +131,12 @@ def test_of_two_launches_that_chose_one_name_the_second_changes_nothing(
     assert load_run(tmp_path / "runs" / "given").seed == config.seed
 
 
+@pytest.mark.parametrize("flag", ["join", "name", "plan", "resume"])
+def test_a_flag_without_its_value_starts_no_run(recipe, flag):
+    with pytest.raises(ConfigError, match=f"--{flag} is empty"):
+        read_request([f"--config={recipe}", f"--{flag}="])
+
+
 def test_an_interrupt_before_anything_has_started_is_one_line(recipe, tmp_path, monkeypatch, capsys):
     def interrupted(*_: object, **__: object) -> Findings:
         raise KeyboardInterrupt

@@ -83,6 +83,17 @@ def test_taken_port_is_named(config):
     assert "are both" in machine.check_ports(resolve(config))[0]
 
 
+def test_a_port_is_free_at_the_address_that_its_server_listens_at(config):
+    with socket.socket() as other:
+        other.bind(("127.0.0.2", 0))  # another address than the engines'
+        other.listen()
+        config.dataflow.host, config.dataflow.port = "127.0.0.2", other.getsockname()[1]
+        (message,) = machine.check_ports(resolve(config))
+        assert message.startswith(f"config.dataflow.port is {config.dataflow.port}, which another process uses")
+        config.dataflow.host = "127.0.0.1"
+        assert machine.check_ports(resolve(config)) == []
+
+
 def test_ports_beyond_the_last_are_for_the_checks_of_the_config(config):
     config.engine.port, config.engine.replicas = 65535, 3
     assert not any("65536" in text for text in machine.check_ports(resolve(config)))

@@ -70,6 +70,11 @@ def test_a_server_starts_anew_elsewhere_and_says_so(config, tmp_path):
 def test_a_configured_port_is_waited_for(config, tmp_path):
     config.dataflow.port = free_port()
     ports = choose_ports(resolve(config))
+    with taken(ports["dataflow"]):
+        config.dataflow.host = "127.0.0.2"
+        other = roles(config, tmp_path, ports)["dataflow"].again
+        assert other is not None and other()[1] == "", "it is taken at another address alone"
+    config.dataflow.host = "127.0.0.1"
     again = roles(config, tmp_path, ports)["dataflow"].again
     assert again is not None
     with taken(ports["dataflow"]), pytest.raises(OSError) as caught:
