@@ -461,7 +461,9 @@ def default_config() -> ConfigDict:
 
 def may_change(path: str) -> bool:
     """Allowance of another value in a resumed run, of a field at a dotted path; of a base's and policy's own, too."""
-    declared = FIELDS.find(re.sub(r"^(bases|policies)\.[^.]+\.", "", path))
+    path = re.sub(r"^(bases|policies)\.[^.]+\.", "", path)
+    while (declared := FIELDS.find(path)) is None and path:  # an entry of an open section is as that is
+        path = path.rpartition(".")[0]
     return isinstance(declared, Entry | Free) and declared.resume
 
 

@@ -234,6 +234,7 @@ def test_a_field_that_nobody_declared_is_refused_in_a_recipe_too():
 
 def test_what_a_resumed_run_may_change_is_declared():
     assert may_change("engine.port") and may_change("bases.judge.engine.port") and may_change("trainer.steps")
+    assert may_change("warm_start.env_options.max_moves") and not may_change("env.options.max_moves")
     assert (
         may_change("mesh.fsdp") and not may_change("optimizer.learning_rate") and not may_change("credit.options.gamma")
     )
