@@ -2,7 +2,7 @@
 
     tensorboard    <run>/tensorboard, by tensorboardX
     wandb          project "flowjax" of Weights & Biases, or that of WANDB_PROJECT
-    trackio        project "flowjax" of trackio
+    trackio        project "flowjax" of trackio, as <run>-<id of the run>
 
 The launcher follows the file, so that what a sink takes costs no role anything, and the lines of all of them are sent.
 Each sink has a thread and remembers what it has sent: one that hangs or fails holds nobody up, and a resumed run sends
@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 
 from flowjax.files import replace_file
 from flowjax.monitor.metrics import Progress
+from flowjax.monitor.token import known_run_id
 
 PROJECT = "flowjax"
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
@@ -57,7 +58,7 @@ class _Wandb:
     def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
         import wandb  # pyright: ignore[reportMissingImports]
 
-        options = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": run_dir.name, "id": run_dir.name}
+        options = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": run_dir.name, "id": _known_as(run_dir)}
         self._run = wandb.init(**options, resume="allow", dir=str(run_dir), config=config.to_dict())
         # A metric of its own: steps of several policies, and those that a resumed run takes again, go back and forth.
         self._run.define_metric("step")
@@ -74,7 +75,7 @@ class _Trackio:
     def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
         import trackio  # pyright: ignore[reportMissingImports]
 
-        trackio.init(project=PROJECT, name=run_dir.name, resume="allow", config=config.to_dict())
+        trackio.init(project=PROJECT, name=_known_as(run_dir), resume="allow", config=config.to_dict())
         self._trackio = trackio
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -82,6 +83,12 @@ class _Trackio:
 
     def close(self) -> None:
         self._trackio.finish()
+
+
+def _known_as(run_dir: Path) -> str:
+    """A name under which a service knows no other run. That of a folder may be had by another machine, or by a run that
+    was deleted here, and `resume` would go on with that one's series."""
+    return "-".join(filter(None, (run_dir.name, known_run_id(run_dir))))
 
 
 _SINKS: dict[str, Callable[[Path, ConfigDict, int | None], Sink]] = {

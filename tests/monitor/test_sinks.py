@@ -15,6 +15,7 @@ from flowjax.config import default_config
 from flowjax.launch.checks import check_config
 from flowjax.monitor.metrics import MetricsWriter, Progress
 from flowjax.monitor.sinks import check_sinks, forwarding
+from flowjax.monitor.token import keep_run_id
 
 
 def config_of(*sinks: str, policies: tuple[str, ...] = ()):
@@ -122,11 +123,14 @@ def test_a_service_gets_the_calls_that_it_knows(tmp_path, monkeypatch, name):
     package = Calls(name)
     monkeypatch.setitem(sys.modules, name, package)
     run = tmp_path / "sokoban-nano"
+    keep_run_id(run, "c0ffee")
     with forwarding(run, config_of(name), print):
         MetricsWriter(run).write("train", step=7, loss=0.5)
     begun, *rest, ended = package.calls
     assert begun[0] == "init" and ended[0] == "finish"
-    assert (begun[2]["project"], begun[2]["name"], begun[2]["resume"]) == ("flowjax", "sokoban-nano", "allow")
+    assert (begun[2]["project"], begun[2]["resume"]) == ("flowjax", "allow")
+    # Another run of that name, on another machine or after this one was deleted, is not gone on with.
+    assert begun[2]["id" if name == "wandb" else "name"] == "sokoban-nano-c0ffee"
     assert begun[2]["config"]["monitor"]["sinks"] == (name,)
     (logged,) = [call for call in rest if call[0] == "log"]
     expected = ({"train/loss": 0.5, "step": 7}, {}) if name == "wandb" else ({"train/loss": 0.5}, {"step": 7})
