@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from flowjax.config import BASE_NAME
+from flowjax.launch.checks import in_base
 from flowjax.launch.devices import Devices, processes_here
 from flowjax.launch.machine import LOOPBACK, can_bind, free_port
 from flowjax.launch.supervisor import Role, answers
@@ -137,6 +138,7 @@ def engine_roles(run: Run, ports: Mapping[str, int], devices: Devices) -> list[R
             health=partial(answers, "127.0.0.1", port, "/health"),
             restarts=settings.max_restarts,
             start_timeout_s=settings.start_timeout_s,
+            if_slow=in_base(engine.base, " (if it was loading, raise config.engine.start_timeout_s)"),
         )
         roles.append(role)
         used += settings.tensor_parallel

@@ -36,8 +36,9 @@ class Role:
     """One child process of a run. A `finite` role ends by itself with status 0; for others every end is a failure.
 
     It may be restarted `restarts` times within an hour; what dies more often has failed for good. It is up when
-    `health` says so, or once it has written the file `written`. `again` makes it anew for a restart, with what there is
-    to say of that; it may raise an OSError, and the role waits.
+    `health` says so, or once it has written the file `written`; `if_slow` follows the message on one that is not up in
+    time. `again` makes it anew for a restart, with what there is to say of that; it may raise an OSError, and the role
+    waits.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Role:
     written: Path | None = None
     restarts: int = 0
     start_timeout_s: float = 300.0
+    if_slow: str = ""
     finite: bool = False
     again: "Callable[[], tuple[Role, str]] | None" = None
 
@@ -303,7 +305,7 @@ class Supervisor:
                     state.phase = "up"
                     self._on_event(role.name, "up", f"after {now - started:.1f} s")
             elif state.phase == "starting" and now - started > role.start_timeout_s:
-                cause = f"was not healthy within {role.start_timeout_s:.0f} s"
+                cause = f"was not healthy within {role.start_timeout_s:.0f} s{role.if_slow}"
             elif state.phase == "up" and unhealthy_since is not None and now - unhealthy_since > self._unhealthy_s:
                 cause = f"{problem} for {self._unhealthy_s:.0f} s"
             elif state.phase == "up" and now - heard > self._unresponsive_s:

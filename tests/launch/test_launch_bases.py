@@ -65,6 +65,8 @@ def test_each_base_has_engines_ports_and_accelerators_of_its_own(judged, tmp_pat
     assert [_value(role, "--tensor-parallel-size") for role in (own, *judges)] == ["1", "2", "2"]
     assert ["--enable-lora" in role.argv for role in (own, *judges)] == [True, False, False]
     assert all(int(_value(role, "--port")) == ports[role.name] for role in (own, *judges))
+    fields = ["config.engine.start_timeout_s", *["config.bases.judge.engine.start_timeout_s"] * 2]
+    assert [role.if_slow.split()[-1].strip(")") for role in (own, *judges)] == fields
     publish_endpoints(resolve(judged, tmp_path), ports)
     endpoints = json.loads((tmp_path / "endpoints.json").read_text())
     assert endpoints == {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}

@@ -388,8 +388,8 @@ def test_a_role_that_is_not_healthy_in_time_is_given_up(tmp_path):
 
     async def main():
         supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01)
-        supervisor.start(role(tmp_path, "engine", FOREVER, health=never, start_timeout_s=0.3))
-        with pytest.raises(RoleFailed, match="was not healthy within"):
+        supervisor.start(role(tmp_path, "engine", FOREVER, health=never, start_timeout_s=0.3, if_slow=" (wait)"))
+        with pytest.raises(RoleFailed, match=r"was not healthy within 0 s \(wait\)"):
             await supervisor.until(asyncio.sleep(250))
 
     asyncio.run(main())
