@@ -27,6 +27,7 @@ from ml_collections import ConfigDict
 
 from flowjax.broker import connect_to_run
 from flowjax.config import ConfigError
+from flowjax.files import digest_of
 from flowjax.losses.policy import LossOptions
 from flowjax.losses.ratios import mismatch_metrics, mismatch_of_sequences
 from flowjax.models.cost import step_flops
@@ -38,7 +39,7 @@ from flowjax.models.sharding import ROW_AXES, make_mesh, on_mesh, place
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.transcripts import trained_path
 from flowjax.records import TokenRow
-from flowjax.run import Policy, Run, read_run
+from flowjax.run import Base, Policy, Run, read_run
 from flowjax.trainer.batch import MicroBatch, pack, packing_order, swapped, unusable_rows
 from flowjax.trainer.log import (
     Comparison,
@@ -257,6 +258,7 @@ class Learner:
 
     recent: trained arrays of the versions that a batch may have been sampled from, by version; the newest is a copy
         of those in `state`, whose buffers the next update is given (donated).
+    base: see `_digest`.
     mismatches: see `sources.Mismatches`; those of which the source has not heard.
     """
 
@@ -272,6 +274,7 @@ class Learner:
     state: PolicyState
     recent: dict[int, Arrays]
     counters: UpdateCounters = field(default_factory=UpdateCounters)
+    base: str = ""
     mismatches: dict[str, tuple[float, int]] = field(default_factory=dict)
     save_s: float = 0.0  # of the newest version
 
@@ -299,7 +302,7 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
         checkpoints: where versions are published; None publishes nothing.
 
     Raises:
-        ConfigError: an objective or optimiser that does not fit the model.
+        ConfigError: an objective or optimiser that does not fit the model; an adapter was trained on another base.
         CheckpointError: the newest checkpoint is of another shape.
     """
     if decoder.lora is None and policy.loss.kl_coefficient:
@@ -325,12 +328,17 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
     memory = OptimizerMemory(policy.trainer.offload_optimizer)
 
     # --------------------------------------------------------------------------------------------------------- restore
-    step, counters = 0, UpdateCounters()
+    step, counters, base = 0, UpdateCounters(), _digest(policy.base) if decoder.lora is not None else ""
     newest = checkpoints.restore_newest(adapter=trained, optimizer=optimizer_state) if checkpoints is not None else None
     if newest is not None:
         step, saved = newest
         trained, optimizer_state = saved.adapter, saved.optimizer
         counters = UpdateCounters(saved.data["skipped"], saved.data.get("empty", 0))
+        if (before := saved.data.get("base", "")) and before != base:
+            raise ConfigError(
+                f"config.model.path is {policy.base.model.path!r}, where other weights lie than those that "
+                f"{policy.name} has been trained on until now: bring these back, or start a new run"
+            )
     learner = Learner(
         run=run,
         policy=policy,
@@ -344,6 +352,7 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
         state=PolicyState(step, trained, memory.to_host(optimizer_state), frozen),
         recent={},
         counters=counters,
+        base=base,
     )
     if newest is None:
         publish(learner)  # engines serve version 0, so that the first batch has a version like any other
@@ -361,6 +370,13 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
                 logging.warning("%s; the sampler's log-probs of that version are not compared with", error)
     learner.recent[step] = _copied(trained)
     return learner
+
+
+def _digest(base: Base) -> str:
+    """Digest of a nano base's weights, which another run may make anew under the same path; "" for other models, which
+    are large and no run makes."""
+    files = sorted(Path(base.model.path).glob("*.safetensors")) if base.model.nano is not None else ()
+    return ",".join(map(digest_of, files))
 
 
 def make_objective(run: Run, policy: Policy, graph: Any, trained: Arrays) -> Objective:
@@ -393,9 +409,10 @@ def publish(learner: Learner) -> None:
         state, made = learner.state, None
         if learner.policy.train == "full" and jax.process_count() == 1:  # several hold a part of the arrays each
             made = FullHandOver(learner.model, learner.policy.base.engine.dtype).writer(state.trained)
-        counters = {"skipped": learner.counters.skipped_updates, "empty": learner.counters.empty_updates}
+        data = {"skipped": learner.counters.skipped_updates, "empty": learner.counters.empty_updates}
+        data |= {"base": learner.base} if learner.base else {}
         whole = learner.is_checkpoint
-        learner.checkpoints.save(state.step, state.trained, state.optimizer, counters, hand_over=made, whole=whole)
+        learner.checkpoints.save(state.step, state.trained, state.optimizer, data, hand_over=made, whole=whole)
 
 
 def trained_model(learner: Learner) -> Decoder:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flowjax.config import default_config
+from flowjax.config import ConfigError, default_config
 from flowjax.models.decoder import Decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
@@ -117,6 +117,22 @@ def test_resumed_training_is_bitwise_the_same(tmp_path: Path):
         np.testing.assert_array_equal(one, other)
     assert losses(tmp_path / "straight") == losses(tmp_path / "resumed")
     assert len(losses(tmp_path / "straight")) == 10
+
+
+def test_an_adapter_is_not_trained_on_with_another_base(tmp_path: Path):
+    weights, config = tmp_path / "base" / "model.safetensors", settings(1).copy_and_resolve_references()
+    weights.parent.mkdir()
+    with config.unlocked():
+        config.model.update({"path": str(weights.parent), "nano": {}})
+    weights.write_bytes(b"of one run")
+    run(tmp_path, config)
+    config.trainer.steps = 2
+    weights.write_bytes(b"made anew by another, with its seed")
+    with pytest.raises(ConfigError, match="other weights lie than those that agent has been trained on"):
+        run(tmp_path, config)
+    weights.write_bytes(b"of one run")
+    _, source = run(tmp_path, config)
+    assert source.newest_commit == 2
 
 
 def test_version_0_is_published_before_the_first_batch(tmp_path: Path):
