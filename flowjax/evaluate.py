@@ -561,8 +561,8 @@ def _play_missing(
     python = "" if request.endpoint else missing[0].run.config.engine.python
     with contextlib.ExitStack() as held:
         for evaluation in missing:
-            begin(evaluation)
             held.enter_context(hold(evaluation.run.folder))
+            begin(evaluation)
         start = held.enter_context(recorded_start(folders, command, engine_python=python))
         try:
             status = _play(missing, request, console)

@@ -42,7 +42,7 @@ from flowjax.launch.devices import (
     share_out,
     visible_accelerators,
 )
-from flowjax.launch.machine import RunInUse, fetch_models, hold, to_fetch
+from flowjax.launch.machine import RunInUse, check_unused, fetch_models, hold, to_fetch
 from flowjax.launch.pool import Pool
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.roles import (
@@ -133,6 +133,8 @@ def _define(values: flags.FlagValues) -> None:
 
 
 def _known_config(values: flags.FlagValues) -> ConfigDict:
+    if values["join"].value and values["resume"].value:
+        raise ConfigError("--resume goes on with a run of this machine, --join plays for one elsewhere: give one")
     if values["join"].value:
         from flowjax.launch import join
 
@@ -313,7 +315,8 @@ def _evict(run_dir: Path, name: str) -> int:
         outcome = f"{asyncio.run(ask())} episodes that it was playing go to others"
     except (DataflowError, ConfigError) as error:
         if not invited:
-            return _refuse([str(error)])
+            gone = isinstance(error, DataflowError) and not check_unused(run_dir)
+            return _refuse([f"{run_dir} is not under way: nobody plays for it" if gone else str(error)])
         outcome = f"its key is void; of its workers the dataflow says: {error}"
     except (OSError, ValueError, KeyError) as error:
         if not invited:
@@ -383,7 +386,9 @@ def _run(request: LaunchRequest, console: Console) -> int:
         sent_away = f"the run has sent this node away {reason}: others play what it did"
         console.print(sent_away, highlight=False, markup=False, soft_wrap=True)
     else:
-        again = f"--join={run.config.dataflow.url}" if run.is_node else f"--resume={run.folder}"
+        again = f"--resume={run.folder}"
+        if run.is_node:
+            again = f"--join={run.config.dataflow.url} --name={run.config.name}, and this node's own --config flags"
         console.print(
             f"stopped after {clock(time.time() - session.started_s)}; go on with: python -m flowjax.launch {again}",
             highlight=False,

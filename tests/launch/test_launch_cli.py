@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from flowjax.config import ConfigError, load_run, save_run
 from flowjax.launch.__main__ import main, read_request
 from flowjax.launch.devices import Devices, share_out
-from flowjax.launch.machine import hold
+from flowjax.launch.machine import free_port, hold
 from flowjax.launch.preflight import Findings, disk_bytes, examine
 from flowjax.monitor.metrics import MetricsWriter, write_status
 from flowjax.run import Run, resolve, write_models
@@ -283,6 +283,18 @@ def test_sending_a_worker_away_takes_a_run_and_a_worker_of_another_machine(tmp_p
     assert "endpoints.json holds no addresses" in capsys.readouterr().err
     assert main(["--status", str(tmp_path), "--evict", "here-1"]) == 2
     assert "here-1 is the run's own rollout service" in capsys.readouterr().err
+
+
+def test_nobody_is_sent_away_from_a_run_that_is_not_under_way(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("flowjax.launch.__main__._ANSWERS_S", 0.2)
+    (tmp_path / "endpoints.json").write_text(json.dumps({"dataflow": f"http://127.0.0.1:{free_port()}", "engines": []}))
+    assert main([f"--status={tmp_path}", "--evict=far-1"]) == 2
+    assert "is not under way: nobody plays for it" in capsys.readouterr().err
+
+
+def test_a_node_is_no_resumed_run(capsys):
+    assert main(["--join=http://far:8400", "--resume=runs/here"]) == 2
+    assert "--resume goes on with a run of this machine" in capsys.readouterr().err
 
 
 def test_inviting_a_node_takes_a_run_that_others_reach(config, tmp_path, capsys):
