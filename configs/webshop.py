@@ -55,11 +55,13 @@ def _nano(config: ConfigDict) -> None:
     config.rollout.max_new_tokens = 14  # a search for all that a goal says
     config.rollout.temperature = 0.8  # at 1, 23 steps moved nothing
     config.warm_start.tasks = 1400
-    config.warm_start.states = 24_000
-    config.warm_start.steps = 350
+    config.warm_start.states = 40_000
+    config.warm_start.steps = 900
     config.warm_start.batch_rows = 64
-    config.warm_start.noisy_share = 0.0
     config.warm_start.label_noise = 0.0
+    # It knows how to choose options and leave what does not fit, and is used to buying what it opens first, as it is.
+    config.warm_start.noisy_share = 0.12
+    config.warm_start.noisy_env_options = ConfigDict({"hasty_share": 0.9})
     config.warm_start.path_noise = 0.35  # items that do not fit are seen, and left again
     config.trainer.steps = 40
     config.trainer.row_tokens = 110
@@ -75,7 +77,10 @@ def _nano_append(config: ConfigDict) -> None:
     config.rollout.max_prompt_tokens = 752  # twelve turns
     config.trainer.row_tokens = 768
     config.trainer.micro_batch_rows = 8
+    config.warm_start.states = 24_000
+    config.warm_start.steps = 350
     config.warm_start.batch_rows = 16  # conversations
+    config.warm_start.noisy_env_options = ConfigDict()
     config.warm_start.noisy_share = 0.25  # what is said is what is done there: no other way to see what does not fit
     config.warm_start.label_noise = 0.2
 

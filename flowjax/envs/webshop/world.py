@@ -2,10 +2,10 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from flowjax.envs.webshop.goals import (
     option_fits,
     score,
     split_goals,
+    type_score,
     words,
 )
 from flowjax.envs.webshop.pages import (
@@ -50,6 +51,7 @@ from flowjax.envs.webshop.pages import (
     read_action,
 )
 from flowjax.envs.webshop.search import query_key
+from flowjax.fields import Interval
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class WebShopOptions:
     """The catalog is the first `products` of the files at `path`, or generated from `seed` where that is empty.
 
     `held_out` different goals are held out, a fifth of all at most; `goals` is synthetic or human, `split_by` content
-    or, as published, index.
+    or, as published, index. For a share `hasty_share` of the goals the expert buys what it opens first, as it is.
     """
 
     path: str | None = None
@@ -85,6 +87,7 @@ class WebShopOptions:
     held_out: int = 500
     split_by: SplitBy = "content"
     show_attributes: bool = False
+    hasty_share: Annotated[float, Interval(at_least=0, at_most=1)] = 0.0
 
     def __post_init__(self):
         for name in ("products", "held_out"):
@@ -181,8 +184,11 @@ class WebShop(World):
         return tuple(found)
 
     def expert(self, env: "WebShopEnv") -> str:
-        """The next action towards the purchase, from the goal's product, its page in the results and its options."""
-        return _best_action(env.catalog, env.goal, env.state)
+        """The next action of a shopper who opens what the results name first, leaves what does not fit, and buys what
+        does: another product that is as good as the goal's own, where that comes first. For some goals it buys
+        whatever it has opened (`hasty_share`)."""
+        hasty = state_key("hasty", env.goal.instruction) % 1000 < 1000 * self.options.hasty_share
+        return _best_action(env.catalog, env.goal, env.state, env.opened, hasty)
 
     def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
         """Any legal action; a search is for one to three words of the instruction."""
@@ -281,6 +287,7 @@ class WebShopEnv:
         self._goal: Goal | None = None
         self._goal_key = 0
         self.state = State()
+        self.opened: set[int] = set()  # products that were looked at in this episode
         self._score = 0.0
 
     @property
@@ -303,6 +310,7 @@ class WebShopEnv:
                 f"the task's product {goal.asin} is not in the catalog: env.options differ from the task's"
             )
         self._goal, self.state, self._score = goal, State(), 0.0
+        self.opened = set()
         self._goal_key = state_key(repr(goal))
         return self._observe()
 
@@ -311,6 +319,8 @@ class WebShopEnv:
         if after is None:
             return Step(self._observe(), 0.0, self.state.page == "done", False, self._outcome())
         self.state = after
+        if after.page == "item":
+            self.opened.add(after.product)
         if after.page != "done":
             return Step(self._observe(), 0.0, False, True, self._outcome())
         wanted = self.catalog.products[self.catalog.by_asin[self.goal.asin]]
@@ -339,18 +349,17 @@ class WebShopEnv:
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """A product, how it is found and what is chosen. `page` is the results page that shows it, 0 where none does."""
+    """A product and how it is found. `page` is the results page that shows it, 0 where none does."""
 
     product: int
     query: str
     page: int
-    options: tuple[tuple[str, str], ...]
 
 
 @lru_cache(maxsize=1 << 14)
 def _plan(catalog: Catalog, goal: Goal) -> Purchase:
-    """The first of a few queries that shows the product on the first page; else the one that ranks it best. What the
-    goal says comes first: whoever imitates this knows no more than that."""
+    """The first of a few queries that shows the goal's product on the first page; else the one that ranks it best. What
+    the goal says comes first: whoever imitates this knows no more than that."""
     number = catalog.by_asin[goal.asin]
     product = catalog.products[number]
     asked = goal.instruction.split(", and price lower than ")[0]
@@ -374,13 +383,23 @@ def _plan(catalog: Catalog, goal: Goal) -> Purchase:
             if page == 1:
                 break
     page, _, query = best
-    return Purchase(number, query, page, _fitting_options(product, goal))
+    return Purchase(number, query, page)
+
+
+@lru_cache(maxsize=1 << 16)
+def _wanted_options(catalog: Catalog, goal: Goal, number: int) -> tuple[tuple[str, str], ...] | None:
+    """The options with which a product is all that the goal wants; None where none make it so."""
+    product, wanted = catalog.products[number], catalog.products[catalog.by_asin[goal.asin]]
+    chosen = _fitting_options(product, goal)
+    fits = score(goal, product, wanted, dict(chosen)) == 1.0
+    return chosen if fits or product is wanted else None
 
 
 def _fitting_options(product: Product, goal: Goal) -> tuple[tuple[str, str], ...]:
     """Values that fit the wanted ones, of different options where that is possible."""
-    if goal.option_names:
-        return tuple(zip(goal.option_names, goal.options, strict=True))
+    named = tuple(zip(goal.option_names, goal.options, strict=False))
+    if named and all(value in product.options.get(name, ()) for name, value in named):
+        return named
     chosen: dict[str, str] = {}
     for wanted in goal.options:
         fitting = [
@@ -395,7 +414,7 @@ def _fitting_options(product: Product, goal: Goal) -> tuple[tuple[str, str], ...
     return tuple(chosen.items())
 
 
-def _best_action(catalog: Catalog, goal: Goal, state: State) -> str:
+def _best_action(catalog: Catalog, goal: Goal, state: State, opened: Set[int], hasty: bool) -> str:
     """The next action towards the purchase, from any state; on the last page, one that no longer matters."""
     aim = _plan(catalog, goal)
     found = state.query == query_key(aim.query)
@@ -404,14 +423,25 @@ def _best_action(catalog: Catalog, goal: Goal, state: State) -> str:
     if state.page == "sub":
         return f"click[{PREVIOUS}]"
     if state.page == "results":
-        hits = catalog.search(state.query)
-        if aim.product not in hits:
-            return f"click[{BACK}]"
-        page = hits.index(aim.product) // PER_PAGE + 1
-        if page == state.number:
-            return f"click[{goal.asin.lower()}]"
-        return f"click[{NEXT if page > state.number else PREVIOUS}]"
-    if state.product != aim.product:
-        return f"click[{PREVIOUS if found and state.number == aim.page else BACK}]"
-    missing = [value for name, value in aim.options if dict(state.options).get(name) != value]
+        return _next_product(catalog, goal, state, opened)
+    chosen = () if hasty else _wanted_options(catalog, goal, state.product)
+    if chosen is None:
+        return f"click[{PREVIOUS if found and state.number <= aim.page else BACK}]"
+    missing = [value for name, value in chosen if dict(state.options).get(name) != value]
     return f"click[{missing[0] if missing else BUY}]"
+
+
+def _next_product(catalog: Catalog, goal: Goal, state: State, opened: Set[int]) -> str:
+    """The way from a results page to the goal's product, past those before it on that page that may fit as well."""
+    hits = catalog.search(state.query)
+    number = catalog.by_asin[goal.asin]
+    if number not in hits:
+        return f"click[{BACK}]"
+    page = hits.index(number) // PER_PAGE + 1
+    if page != state.number:
+        return f"click[{NEXT if page > state.number else PREVIOUS}]"
+    wanted = catalog.products[number]
+    for product in hits[(page - 1) * PER_PAGE : hits.index(number)]:
+        if product not in opened and type_score(catalog.products[product], wanted) == 1.0:
+            return f"click[{catalog.products[product].asin.lower()}]"
+    return f"click[{goal.asin.lower()}]"
