@@ -3,14 +3,19 @@
 Actions are chosen beforehand, so that only `reset` and `step` are timed: 200 goals over 1000 products, once with random
 legal actions (every search is one that was not asked before in that episode) and once with the expert's. The published
 engine renders HTML and parses it back; it does not install beside this project and is not timed here.
+
+Prints, too, what two rules solve that go by what compact pages show, on the goals of `webshop:nano`.
 """
 
+import math
 import time
 
 import numpy as np
 
 from flowjax.envs.webshop import WebShop
-from flowjax.envs.webshop.world import WebShopEnv
+from flowjax.envs.webshop.goals import words
+from flowjax.envs.webshop.pages import BUY, PREVIOUS
+from flowjax.envs.webshop.world import PRICE_STEP, WebShopEnv
 from flowjax.records import Task
 
 GOALS = 200
@@ -63,7 +68,37 @@ def benchmark_steps(seconds: float) -> dict[str, float]:
     return rates
 
 
+def rule_success(*, looks: bool, max_turns: int) -> float:
+    """Success of a shopper who searches for all that a goal says, opens products in their order, chooses what is wanted
+    and buys: the first one, or the first whose options and price fit if it `looks`."""
+    world = WebShop(products=500)
+    env, source = world.env(), world.tasks("held_out", 0)
+    won = 0.0
+    for index in range(len(source)):
+        task = source[index]
+        assert isinstance(task, Task)
+        env.reset(task, 0)
+        goal, left = env.goal, max_turns - 1
+        results = env.step(f"search[{' '.join(words(goal.instruction.split(', and price lower than ')[0]))}]")
+        wanted = [f"click[{value}]" for value in goal.options]
+        for asin, _ in results.observation.view.products:
+            item = env.step(f"click[{asin.lower()}]").observation
+            chosen = [action for action in wanted if action in item.legal_actions]
+            price = PRICE_STEP * math.ceil(item.view.price / PRICE_STEP)
+            if not looks or (chosen == wanted and price <= goal.price_below):
+                left -= 1 + len(chosen) + 1
+                won += left >= 0 and [env.step(action) for action in (*chosen, f"click[{BUY}]")][-1].outcome["success"]
+                break
+            left -= 2
+            env.step(f"click[{PREVIOUS}]")
+    return won / len(source)
+
+
 def main() -> None:
+    for looks in (False, True):
+        solved = {turns: rule_success(looks=looks, max_turns=turns) for turns in (12, 15, 20)}
+        text = ", ".join(f"{share:.1%} in {turns} turns" for turns, share in solved.items())
+        print(f"webshop, a rule that {'looks at options and price' if looks else 'buys the first product'}: {text}")
     for name, rate in benchmark_steps(2.0).items():
         print(f"webshop, {name:14} {rate:8,.0f} steps/s")
 
