@@ -347,19 +347,10 @@ class WebShopEnv:
         return {"success": float(self._score == 1.0), "score": self._score}
 
 
-@dataclass(frozen=True, slots=True)
-class Purchase:
-    """A product and how it is found. `page` is the results page that shows it, 0 where none does."""
-
-    product: int
-    query: str
-    page: int
-
-
 @lru_cache(maxsize=1 << 14)
-def _plan(catalog: Catalog, goal: Goal) -> Purchase:
-    """The first of a few queries that shows the goal's product on the first page; else the one that ranks it best. What
-    the goal says comes first: whoever imitates this knows no more than that."""
+def _query(catalog: Catalog, goal: Goal) -> tuple[str, int]:
+    """The first of a few queries that shows the goal's product on the first page, else the one that ranks it best; and
+    the page that shows it, 0 where none does. What the goal says comes first: whoever imitates this knows no more."""
     number = catalog.by_asin[goal.asin]
     product = catalog.products[number]
     asked = goal.instruction.split(", and price lower than ")[0]
@@ -383,7 +374,7 @@ def _plan(catalog: Catalog, goal: Goal) -> Purchase:
             if page == 1:
                 break
     page, _, query = best
-    return Purchase(number, query, page)
+    return query, page
 
 
 @lru_cache(maxsize=1 << 16)
@@ -416,17 +407,16 @@ def _fitting_options(product: Product, goal: Goal) -> tuple[tuple[str, str], ...
 
 def _best_action(catalog: Catalog, goal: Goal, state: State, opened: Set[int], hasty: bool) -> str:
     """The next action towards the purchase, from any state; on the last page, one that no longer matters."""
-    aim = _plan(catalog, goal)
-    found = state.query == query_key(aim.query)
+    query, page = _query(catalog, goal)
     if state.page == "search":
-        return f"search[{aim.query}]"
+        return f"search[{query}]"
     if state.page == "sub":
         return f"click[{PREVIOUS}]"
     if state.page == "results":
         return _next_product(catalog, goal, state, opened)
     chosen = () if hasty else _wanted_options(catalog, goal, state.product)
     if chosen is None:
-        return f"click[{PREVIOUS if found and state.number <= aim.page else BACK}]"
+        return f"click[{PREVIOUS if state.query == query_key(query) and state.number <= page else BACK}]"
     missing = [value for name, value in chosen if dict(state.options).get(name) != value]
     return f"click[{missing[0] if missing else BUY}]"
 
