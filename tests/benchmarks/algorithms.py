@@ -1,11 +1,12 @@
 """Estimators of credit side by side, with a language model as policy:
 
     python -m tests.benchmarks.algorithms [--recipes=sokoban:nano] [--estimators=rewardflow,grpo] [--seeds=0,1,2,3,4]
+        [--options=gigpo.norm=mean]
 
 For each recipe every estimator trains the same base, with the same fields but its own options (`OPTIONS`, which
-`tests.benchmarks.credit_learning --tune` chose on a small network, other levels and other seeds), for the same steps
-and so nearly the same tokens, with a held-out evaluation every few steps, sampled at temperature 1. Then the newest
-checkpoint plays the held-out tasks greedily, and so does the base.
+`tests.benchmarks.credit_learning --tune` chose on a small network, other levels and other seeds; `--options` changes
+them where a world asks for others), for the same steps and so nearly the same tokens, with a held-out evaluation every
+few steps, sampled at temperature 1. Then the newest checkpoint plays the held-out tasks greedily, and so does the base.
 
 Prints, and writes to `<out>/<recipe>.md` and `.svg`, what `tests/benchmarks/learning.py` says of them. Runs are kept in
 `--out`; the same command again goes on where it stopped. Seconds count what else the machine does.
@@ -30,12 +31,18 @@ def main(argv: Sequence[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     fields = [f"--config.eval.every_steps={given.every_steps}", f"--config.eval.tasks={given.curve_tasks}"]
     fields += [f"--config.trainer.steps={given.steps}"] if given.steps else []
+    chosen = {name: dict(OPTIONS.get(name, {})) for name in given.estimators}
+    for option in given.options:
+        name, dot, setting = option.rpartition("=")[0].rpartition(".")
+        if not dot or name not in chosen:
+            raise app.UsageError(f"--options={option}: estimator.option=value, the estimator one of --estimators.")
+        chosen[name][setting] = option.rpartition("=")[2]
     for recipe in given.recipes:
         file, _, variant = recipe.partition(":")
         runs: dict[str, list[Path]] = {name: [] for name in given.estimators}
         for seed in given.seeds:  # all estimators of a seed before the next seed: a table may stop after any of them
             for name, found in runs.items():
-                options = [f"--config.credit.options.{key}={value}" for key, value in OPTIONS.get(name, {}).items()]
+                options = [f"--config.credit.options.{key}={value}" for key, value in chosen[name].items()]
                 found.append(trained(f"{file}:{variant or 'nano'},{name}", seed, out, [*fields, *options])[0])
             print(write_comparison(out / recipe.replace(":", "-"), "estimator", runs, given.tasks), flush=True)
 
@@ -43,6 +50,7 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_list("recipes", ["sokoban:nano"], "Recipes in configs/, each with :variant where that is not nano.")
     flags.DEFINE_list("estimators", list(ESTIMATORS), "Estimators of credit; the others are compared with the first.")
+    flags.DEFINE_list("options", [], "estimator.option=value: options of an estimator in place of the tuned ones.")
     flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "config.seed of each run.")
     flags.DEFINE_integer("steps", 0, "Steps of each run; the recipe's where 0.", lower_bound=0)
     flags.DEFINE_integer("every_steps", 10, "Steps between held-out evaluations beside training.", lower_bound=1)
