@@ -3,10 +3,7 @@
 A workflow that has more to teach brings words and demonstrations of its own.
 """
 
-import ast
-import contextlib
-import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -21,7 +18,6 @@ from flowjax.records import Task
 from flowjax.run import Run
 
 Exchange = tuple[list[Message], str]  # what is said to the agent, and its reply
-_PLAYED = ("seed", "env", "agents", "options")  # what a workflow is called with by name, `rollout.episode.Play`
 
 
 class Tasks(Protocol):
@@ -112,43 +108,6 @@ def _module_of(workflow: str) -> ModuleType:
     return load_module("config.workflow", workflow, WorldError, NAMED.remedy)
 
 
-def _file(module: str) -> str:
-    """The file of a module, "" for none."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    return spec.origin or "" if spec else ""
-
-
-def _statements(origin: str) -> list[ast.stmt]:
-    """Those of a file, none where it is not Python's: it is read and not run, which may take seconds."""
-    return ast.parse(Path(origin).read_text()).body if origin.endswith(".py") else []
-
-
-def declared(module: str, name: str) -> Any:
-    """The value of a module's constant of this name, () where it has none or makes it as it runs."""
-    for node in _statements(_file(module)):
-        if isinstance(node, ast.Assign) and name in [ast.unparse(target) for target in node.targets]:
-            with contextlib.suppress(ValueError):
-                return ast.literal_eval(node.value)
-    return ()
-
-
-def outcomes_of(workflow: str, agent: str, world: type[World]) -> tuple[str, ...]:
-    """Outcomes that every part of an agent reports in episodes of the world: see `flowjax.workflows`.
-
-    Raises:
-        WorldError: the workflow does not list its own by agent.
-    """
-    module = workflow.partition(":")[0]
-    by_agent = declared(module, "OUTCOMES") or {}
-    if not isinstance(by_agent, dict):
-        raise WorldError(f"{module} has OUTCOMES {by_agent!r}: give a map of agents to the outcomes that each reports")
-    named = tuple(by_agent.get(agent, ()))
-    return named if "success" in named else (*world.OUTCOMES, *named)
-
-
 def no_shares_of(run_dir: Path) -> frozenset[str]:
     """Metrics of a run's episodes that are no shares of 1; those of every world alone where its own is not here."""
     try:
@@ -156,40 +115,3 @@ def no_shares_of(run_dir: Path) -> frozenset[str]:
     except (ConfigError, WorldError):
         counts = ()
     return frozenset((*NO_SHARES, *counts))
-
-
-def demonstrates(module: str) -> bool:
-    """True where a workflow's module has demonstrations of its own."""
-    return "demonstrations" in _defined_names(_statements(_file(module)))
-
-
-def workflow_problem(module: str, name: str) -> str:
-    """Reason why a name of a module is no workflow, for a message; "" for none, or where it is defined elsewhere."""
-    origin = _file(module)
-    if not origin:
-        return f"which cannot be imported (No module named {module!r}): {NAMED.remedy}"
-    statements = _statements(origin)
-    if origin.endswith(".py") and name not in _defined_names(statements):
-        return f"but {module} has no {name!r}: {NAMED.remedy}"
-    for node in statements:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name and not node.decorator_list:
-            given = node.args
-            keywords = {each.arg for each in (*given.args, *given.kwonlyargs)}
-            takes_task = given.vararg or [each for each in (*given.posonlyargs, *given.args) if each.arg not in _PLAYED]
-            takes_rest = given.kwarg or keywords.issuperset(_PLAYED)
-            if isinstance(node, ast.FunctionDef) or not takes_task or not takes_rest:
-                return f"but that is no workflow: write it as `async def {name}(task, *, {', '.join(_PLAYED)})`"
-    return ""
-
-
-def _defined_names(statements: Iterable[ast.stmt]) -> set[str]:
-    """Names that a module binds at its top level."""
-    names: set[str] = set()
-    for node in statements:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names

@@ -20,14 +20,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options, taught_options
 from flowjax.envs import NotReady, World, WorldError, find_world, is_refusal, naming_options_of
-from flowjax.envs.demonstrations import (
-    base_words,
-    declared,
-    demonstrates,
-    is_executor,
-    outcomes_of,
-    workflow_problem,
-)
+from flowjax.envs.demonstrations import base_words, is_executor
 from flowjax.launch.checks import in_base, on_each_policy
 from flowjax.launch.devices import (
     adapter_slots_bytes,
@@ -42,6 +35,7 @@ from flowjax.launch.machine import unprepared
 from flowjax.records import Episode, Lease, Task, pack, unpack
 from flowjax.rollout.sidecar import unserved_targets
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
+from flowjax.workflows import declared, demonstrates, outcomes_of, workflow_problem
 
 
 def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform: str = "cpu") -> dict[str, Any]:

@@ -5,19 +5,25 @@ the agents that it asks as AGENTS, and as OUTCOMES, by agent, what each of its p
 (in place of them where `success` is among it). A launch is checked by both.
 """
 
+import ast
+import contextlib
+import importlib.util
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from flowjax.envs import Message, Observation, Step, view_values
+from flowjax.envs import Message, Observation, Step, World, WorldError, view_values
+from flowjax.fields import NAMED
 from flowjax.records import LONGEST_SHOWN, Status, Turn
 
 _LONGEST_TEXT = 4000  # characters of one text that is kept for people
+_PLAYED = ("seed", "env", "agents", "options")  # what a workflow is called with by name, `rollout.episode.Play`
 UNVERSIONED = -1  # version of replies from a model that is not a published policy
 
 
@@ -193,3 +199,91 @@ def shown_as(**parts: Any) -> str:
         if text not in ("null", '""') and sum(map(len, kept.values())) + len(text) + 100 < LONGEST_SHOWN:
             kept[name] = text
     return "{" + ", ".join(f'"{name}": {text}' for name, text in kept.items()) + "}" if kept else ""
+
+
+def declared(module: str, name: str) -> Any:
+    """The value of a module's constant of this name, () where it has none or makes it as it runs."""
+    for node in _statements(_file(module)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and name in _assigned_names(node):
+            with contextlib.suppress(ValueError):
+                return ast.literal_eval(node.value)
+    return ()
+
+
+def outcomes_of(workflow: str, agent: str, world: type[World]) -> tuple[str, ...]:
+    """Outcomes that every part of an agent reports in episodes of the world: see `flowjax.workflows`.
+
+    Raises:
+        WorldError: the workflow does not list its own by agent.
+    """
+    module = workflow.partition(":")[0]
+    by_agent = declared(module, "OUTCOMES") or {}
+    if not isinstance(by_agent, dict):
+        raise WorldError(f"{module} has OUTCOMES {by_agent!r}: give a map of agents to the outcomes that each reports")
+    named = tuple(by_agent.get(agent, ()))
+    return named if "success" in named else (*world.OUTCOMES, *named)
+
+
+def demonstrates(module: str) -> bool:
+    """True where a workflow's module has demonstrations of its own."""
+    return "demonstrations" in _defined_names(_statements(_file(module)))
+
+
+def workflow_problem(module: str, name: str) -> str:
+    """Reason why a name of a module is no workflow, for a message; "" for none, or where it is defined elsewhere."""
+    origin = _file(module)
+    if not origin:
+        return f"which cannot be imported (No module named {module!r}): {NAMED.remedy}"
+    statements = _statements(origin)
+    if origin.endswith(".py") and not _defined_names(statements) & {name, "*"}:
+        return f"but {module} has no {name!r}: {NAMED.remedy}"
+    for node in statements:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name and not node.decorator_list:
+            given = node.args
+            keywords = {each.arg for each in (*given.args, *given.kwonlyargs)}
+            takes_task = given.vararg or [each for each in (*given.posonlyargs, *given.args) if each.arg not in _PLAYED]
+            takes_rest = given.kwarg or keywords.issuperset(_PLAYED)
+            if isinstance(node, ast.FunctionDef) or not takes_task or not takes_rest:
+                return f"but that is no workflow: write it as `async def {name}(task, *, {', '.join(_PLAYED)})`"
+    return ""
+
+
+def _file(module: str) -> str:
+    """The file of a module, "" for none."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    return spec.origin or "" if spec else ""
+
+
+def _statements(origin: str) -> list[ast.AST]:
+    """Those of a file outside its functions and classes, none where it is not Python's: it is read and not run, which
+    may take seconds."""
+    return list(_outermost(ast.parse(Path(origin).read_text()))) if origin.endswith(".py") else []
+
+
+def _outermost(block: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(block):
+        if isinstance(node, ast.stmt | ast.excepthandler):
+            yield node
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from _outermost(node)
+
+
+def _defined_names(statements: Iterable[ast.AST]) -> set[str]:
+    """Names that a module binds outside its functions and classes, "*" where it takes another module's."""
+    names: set[str] = set()
+    for node in statements:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names |= _assigned_names(node)
+    return names
+
+
+def _assigned_names(node: ast.Assign | ast.AnnAssign) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if node.value else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}

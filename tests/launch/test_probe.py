@@ -12,13 +12,12 @@ import pytest
 from configs import canvas, code, sokoban
 from configs.math_pair import get_config
 from flowjax import rewards
-from flowjax.envs.demonstrations import declared
 from flowjax.launch.probe import inspect_run
 from flowjax.models.config import hf_config, known_shape
 from flowjax.models.nano import build_tokenizer, nano_config
 from flowjax.models.shape import Experts
 from flowjax.run import resolve
-from flowjax.workflows import single
+from flowjax.workflows import declared, single
 
 
 def problems(**changes) -> list[str]:
@@ -193,6 +192,9 @@ def test_agents_that_are_not_written_out_are_not_checked(tmp_path, monkeypatch):
         ("async def play(given, seed, env, agents, options, more=1): ...", False),
         ("async def play(*given, **rest): ...", False),
         ("from flowjax.workflows.single import play", False),
+        ("from flowjax.workflows.single import *", False),
+        ("try:\n    from flowjax.workflows.single import play\nexcept ImportError:\n    play = None", False),
+        ("play: object = print", False),
         ("def play(task, *, seed, env, agents, options): ...", True),
         ("async def play(task, *, seed, env, agents): ...", True),
         ("async def play(*, task, seed, env, agents, options): ...", True),
@@ -206,6 +208,17 @@ def test_a_workflow_that_cannot_be_called_as_one_is_refused(text, refused, tmp_p
     found = [problem for problem in problems(workflow="own_workflow:play") if "config.workflow" in problem]
     said = "config.workflow is 'own_workflow:play', but that is no workflow: write it as `async def play(task, *, "
     assert found == ([f"{said}seed, env, agents, options)`"] if refused else [])
+
+
+def test_what_a_workflow_lists_may_have_a_type_and_stand_in_a_block(tmp_path, monkeypatch):
+    """It was read as if there were none, and a reward that reads its outcomes was refused."""
+    (tmp_path / "typed_lists.py").write_text(
+        "AGENTS: tuple[str, ...] = ('a', 'b')\ntry:\n    OUTCOMES: dict = {'a': ('won',)}\nexcept OSError:\n    pass\n"
+        "class Other:\n    LATER = 1\nUNSET: int\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert declared("typed_lists", "AGENTS") == ("a", "b") and declared("typed_lists", "OUTCOMES") == {"a": ("won",)}
+    assert declared("typed_lists", "LATER") == declared("typed_lists", "UNSET") == ()
 
 
 def test_every_workflow_of_ours_lists_its_agents():
