@@ -63,17 +63,27 @@ class _Part:
 def trajectory_scores(
     groups: Sequence[Group], components: Components
 ) -> tuple[Float[np.ndarray, "trajectories"], dict[str, Float[np.ndarray, "trajectories"]]]:
-    """Score of each trajectory in order, and what each component gave before weighting.
+    """Score of each trajectory in order, and what each component gave before weighting; both are zero for those that
+    failed for reasons outside the policy, which take part in no component.
 
     Raises:
-        RewardError: a component does not exist, or an episode does not report what it needs.
+        RewardError: a component does not exist, or an episode that counts does not report what it needs.
     """
     parts = _parts(components)
-    outcomes = _gather_outcomes(groups, sorted({name for part in parts.values() for name in part.outcomes}))
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    counted = np.array([trajectory.status in COUNTED_STATUSES for trajectory in trajectories], bool)
+    kept = [trajectory for trajectory, counts in zip(trajectories, counted, strict=True) if counts]
+    outcomes = _gather_outcomes(kept, sorted({name for part in parts.values() for name in part.outcomes}))
     functions = tuple((name, part.function, tuple(part.outcomes)) for name, part in parts.items())
     weights = {name: part.weight for name, part in parts.items()}
     total, values = _combine(functions, outcomes, weights, {name: part.options for name, part in parts.items()})
-    return np.asarray(total), {name: np.asarray(value) for name, value in values.items()}
+
+    def of_all(found: Float[Array, "counted"]) -> Float[np.ndarray, "trajectories"]:
+        spread = np.zeros(len(trajectories), np.float32)
+        spread[counted] = found
+        return spread
+
+    return of_all(total), {name: of_all(value) for name, value in values.items()}
 
 
 # Read off the turns when a world does not report them itself.
@@ -86,15 +96,14 @@ _DERIVED: dict[str, Callable[[Sequence[Turn]], float]] = {
 }
 
 
-def _gather_outcomes(groups: Sequence[Group], names: Iterable[str]) -> dict[str, Float[np.ndarray, "trajectories"]]:
-    """One array per outcome over all trajectories, in order.
-
-    Episodes that failed for reasons outside the policy have zeros where they report nothing.
+def _gather_outcomes(
+    trajectories: Sequence[Trajectory], names: Iterable[str]
+) -> dict[str, Float[np.ndarray, "trajectories"]]:
+    """One array per outcome, in order.
 
     Raises:
-        RewardError: an episode that counts does not report an outcome, or reports one that is not finite.
+        RewardError: one does not report an outcome, or reports one that is not finite.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     return {name: np.array([_outcome(trajectory, name) for trajectory in trajectories], np.float32) for name in names}
 
 
@@ -106,8 +115,6 @@ def _outcome(trajectory: Trajectory, name: str) -> float:
         return value
     if name in _DERIVED:
         return float(_DERIVED[name](trajectory.turns))
-    if trajectory.status not in COUNTED_STATUSES:
-        return 0.0
     raise RewardError(
         f"trajectory {trajectory.trajectory_id!r} reports no outcome {name!r}, only {sorted(trajectory.outcome)}: "
         "let the world report it, or take the component that needs it out of config.reward.components"
@@ -168,7 +175,7 @@ def _check_traced(name: str, part: _Part) -> None:
         _, found = _combine.eval_shape(functions, arrays, {name: part.weight}, {name: part.options})
         why = "" if found[name].shape == trajectories.shape else f"gives {found[name].shape} for 3 trajectories"
     except Exception as error:  # a component of one's own may fail in any way
-        why = f"fails when JAX traces it ({type(error).__name__}: {str(error).splitlines()[0]})"
+        why = f"fails when JAX traces it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if why:
         raise RewardError(
             f"config.reward.components.{name} {why}: give a function of jax.numpy arrays to one number per trajectory; "
@@ -324,9 +331,9 @@ def executor_cost(
     executor_tokens: Outcome,
     executor_cost: Outcome,
     *,
-    per_calls: Number = 10.0,
-    per_tokens: Number = float("inf"),
-    per_cost: Number = float("inf"),
+    per_calls: PositiveNumber = 10.0,
+    per_tokens: PositiveNumber = float("inf"),
+    per_cost: PositiveNumber = float("inf"),
 ) -> Outcome:
     """Minus what the executor was asked for in an episode: calls, tokens and money, each in units of its option."""
     return -(executor_calls / per_calls + executor_tokens / per_tokens + executor_cost / per_cost)

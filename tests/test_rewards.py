@@ -58,7 +58,28 @@ def test_options_of_a_component():
 
 
 def test_failed_episodes_report_nothing_and_get_zero():
-    assert trajectory_scores(groups(trajectory(status="env_error")), {"success": 1.0})[0] == [0.0]
+    failed = trajectory(turn(), turn(), status="env_error", env_return=float("nan"))
+    scores, parts = trajectory_scores(groups(failed), {"turn_penalty": 1.0, "env_return": 1.0})
+    assert [scores, *parts.values()] == [[0.0]] * 3
+
+
+def test_failed_episodes_change_no_others_score():
+    """They were wrong answers to a component that takes shares of all that are scored together."""
+    judged = [trajectory(turn(), success=0.0, answer_right=right) for right in (1.0, 0.0)]
+    failed = [trajectory(turn(), status="timeout")] * 2
+    components = {"verdict": {"weight": 1.0, "balanced": True}}
+    alone, _ = trajectory_scores(groups(*judged), components)
+    beside, _ = trajectory_scores(groups(failed[0], *judged, failed[1]), components)
+    np.testing.assert_array_equal(beside, [0.0, *alone, 0.0])
+
+
+def test_a_component_that_fails_without_a_word_is_named():
+    with pytest.raises(RewardError, match=r"components.mine fails when JAX traces it \(AssertionError: \)"):
+        check_reward({"mine": {"weight": 1.0, "path": "tests.test_rewards:silent"}}, ["success"], "a world")
+
+
+def silent(success):
+    raise AssertionError
 
 
 @pytest.mark.parametrize(

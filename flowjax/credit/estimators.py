@@ -86,7 +86,7 @@ def _check_tried(name: str, options: Mapping[str, Any]) -> None:
         if not why and not np.isfinite(found[: len(row)]).all():
             why = f"gives {found[: len(row)]} for two episodes of two turns"
     except Exception as error:  # it may fail in any way
-        why = f"fails on a table of two episodes ({type(error).__name__}: {str(error).splitlines()[0]})"
+        why = f"fails on a table of two episodes ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if why:
         raise CreditError(
             f"config.credit.name is {name!r}, which {why}: give a function of the table, with keyword-only options, to "
@@ -159,8 +159,10 @@ def maxrl(table: TurnTable) -> Float[Array, "turns"]:
     _, mean, _ = segment_statistics(table.score, table.group, members)
     lowest = jnp.zeros_like(table.score).at[table.group].min(jnp.where(members, table.score, 0.0))[table.group]
     rate = mean - lowest
-    advantage = (table.score - mean) / jnp.where(rate > 0, rate, 1.0)
-    return jnp.where(table.mask & (rate > 0), advantage, 0.0)
+    largest = jnp.zeros_like(rate).at[table.group].max(jnp.where(members, jnp.abs(table.score), 0.0))[table.group]
+    differ = rate > _ROUNDING * largest  # -0.12 is another number as the sum of other parts
+    advantage = (table.score - mean) / jnp.where(differ, rate, 1.0)
+    return jnp.where(table.mask & differ, advantage, 0.0)
 
 
 @partial(jax.jit, static_argnames=("k",))
@@ -290,6 +292,7 @@ def gigpo(
 _LEAST_DEVIATION = 1e-4
 # Values have converged once a sweep moves none of them by more than this share of its group's highest one.
 _TOLERANCE = 1e-6
+_ROUNDING = 1e-5  # share of the largest score by which scores that are meant to be equal may differ
 
 
 class StateValues(NamedTuple):

@@ -54,6 +54,8 @@ def test_maxrl_with_penalties_weighs_no_more_than_a_single_success():
     np.testing.assert_allclose(values, shifted / shifted.mean() - 1, rtol=1e-4)
     assert np.abs(values).max() <= 3
     np.testing.assert_array_equal(advantages("maxrl", group_of(*[-0.3] * 3)), 0)
+    equal = [-0.11999999731, *[-0.12000000477] * 3]  # two sums of penalties that are the same number
+    np.testing.assert_array_equal(advantages("maxrl", group_of(*equal)), 0)
 
 
 @pytest.mark.parametrize(("successes", "members", "k"), [(1, 6, 3), (3, 6, 2), (2, 4, 4), (1, 3, 8), (3, 5, 1)])
