@@ -124,7 +124,7 @@ def check_loss_options(kind: str, options: Mapping[str, Any]) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------- objectives
+# ------------------------------------------------------------------------------------------------------------- the loss
 
 RatioBounds = tuple[Scalar, Scalar]
 
@@ -194,7 +194,7 @@ def policy_loss(
 
 
 class Surrogate(NamedTuple):
-    """Loss of each token, and which tokens its clip rule keeps from having a gradient."""
+    """Loss of each token, and which tokens its clip rule holds back: most rules take their gradient."""
 
     loss: Float[Array, "*tokens"]
     clipped: Bool[Array, "*tokens"]
@@ -282,7 +282,7 @@ def _cispo(tokens: _Tokens, options: LossOptions) -> Surrogate:
     ratio = jax.lax.stop_gradient(jnp.exp(tokens.log_ratio))
     low, high = 1 - options.clip_low, 1 + options.clip_high
     loss = -jnp.clip(ratio, low, high) * tokens.advantages * tokens.logprobs
-    return Surrogate(loss, (ratio < low) | (ratio > high))
+    return Surrogate(loss, (ratio < low) | (ratio > high))  # of these the weight is cut, not the gradient
 
 
 def _rollout_is(tokens: _Tokens, options: LossOptions) -> Surrogate:
@@ -329,8 +329,9 @@ _OBJECTIVES: Mapping[Kind, Callable[[_Tokens, LossOptions], Surrogate]] = {
 def _mismatch_weights(
     tokens: _Tokens, options: LossOptions, behaviour_logprobs: Float[Array, "*tokens"], *, is_decoupled: bool
 ) -> Float[Array, "*tokens"]:
-    """Weights for pi_old not being what sampled. Without a proximal policy the ratio itself makes up for it, so that
-    only masks are allowed, on pi / mu."""
+    """Weights for pi_old not being what sampled. With a proximal policy they weigh proximal / mu. Without one the ratio
+    makes up for it (`reinforce` and `cross_entropy` have none, and take it as it is): only masks are allowed, and only
+    say which tokens count, by pi / mu."""
     if options.correction == "none":
         return jnp.ones_like(tokens.logprobs)
     if not is_decoupled and options.needs_proximal:
@@ -412,13 +413,10 @@ def _metrics(tokens: _Tokens, surrogate: Surrogate, weights: Float[Array, "*toke
     """Sums over tokens; divide by `tokens`."""
     log_ratio = jax.lax.stop_gradient(tokens.log_ratio)
     ratio = jnp.exp(log_ratio)
-    moved = surrogate.clipped.astype(ratio.dtype)
     sums: dict[str, Any] = {
         "tokens": jnp.ones_like(ratio),
         "ratio": ratio,
-        "clipped": moved,
-        "clipped_low": moved * (log_ratio < 0),
-        "clipped_high": moved * (log_ratio > 0),
+        "clipped": surrogate.clipped.astype(ratio.dtype),
         "policy_kl": jnp.expm1(log_ratio) - log_ratio,  # k3 of KL(old || pi): the tokens were sampled from old
         "correction_weight": weights,
         "advantage": tokens.advantages,

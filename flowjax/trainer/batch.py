@@ -120,9 +120,10 @@ def pack(
 def packing_order(
     rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int, trim: bool = False, rows_multiple: int = 1
 ) -> list[list[int]]:
-    """Index in `rows` of every sequence of each micro-batch that `pack` makes of them, by `MicroBatch.sequences`."""
+    """Index in `rows` of every sequence of each micro-batch that `pack` makes of them, by `MicroBatch.sequences`: one
+    without a sampled token has no number."""
     plan = _plan(rows, row_tokens, micro_batch_rows, trim, rows_multiple)
-    return [[index for members in bins for index in members] for bins, *_ in plan]
+    return [[index for members in bins for index in members if rows[index].sampled.any()] for bins, *_ in plan]
 
 
 def _plan(

@@ -141,13 +141,15 @@ def write_trained(
 
 
 def _update_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of the updates of a step: means, but the counts added up."""
+    """Metrics of the updates of a step: means over their tokens, of those that were made; but the counts added up."""
     if not updates:
         return {"trained_tokens": 0.0}
-    values = {name: float(np.mean([update[name] for update in updates])) for name in updates[0]}
+    made = [update for update in updates if not update["skipped"]] or updates
+    tokens = [max(float(update["trained_tokens"]), 1.0) for update in made]
+    values = {name: float(np.average([update[name] for update in made], weights=tokens)) for name in made[0]}
     values["trained_tokens"] = float(sum(update["trained_tokens"] for update in updates))
     shown = {"ratio": "ratio_mean", "clipped": "clip_share"}
-    hidden = ("skipped", "tokens", "denominator", "clipped_low", "clipped_high")
+    hidden = ("skipped", "tokens", "denominator")
     return {shown.get(name, name): value for name, value in values.items() if name not in hidden}
 
 

@@ -57,6 +57,7 @@ from flowjax.trainer.sources import DataflowSource, Shared, Source, is_first
 from flowjax.trainer.update import (
     Arrays,
     DropoutSeed,
+    FirstPass,
     GradientSum,
     Metrics,
     Objective,
@@ -260,6 +261,7 @@ class Learner:
         of those in `state`, whose buffers the next update is given (donated).
     base: see `_digest`.
     mismatches: see `sources.Mismatches`; those of which the source has not heard.
+    reported: newest version of which the source has heard that it is on disk.
     """
 
     run: Run
@@ -276,6 +278,7 @@ class Learner:
     counters: UpdateCounters = field(default_factory=UpdateCounters)
     base: str = ""
     mismatches: dict[str, tuple[float, int]] = field(default_factory=dict)
+    reported: int = -1
     save_s: float = 0.0  # of the newest version
 
     @property
@@ -473,7 +476,8 @@ def train(
         started_s = time.perf_counter()
         served = batches.take()
         learner = learners[served.policy]
-        _report_committed(learner, source)
+        for each in learners.values():  # the last one of a policy that is through, too
+            _report_committed(each, source)
 
         # pack: shuffle its rows, split them into updates, lay each out in rows of fixed length
         waited_s = time.perf_counter()
@@ -564,7 +568,7 @@ def train(
 
 
 def _longest_micro_batch(learner: Learner) -> MicroBatch:
-    """A micro-batch of rows as long as an episode's turn may get."""
+    """A micro-batch of rows that hold one turn each, as long as it may get."""
     rollout, trainer = learner.run.config.rollout, learner.policy.trainer
     prompt, reply = rollout.max_prompt_tokens, rollout.max_new_tokens
     sampled = np.arange(prompt + reply) >= prompt
@@ -575,7 +579,8 @@ def _longest_micro_batch(learner: Learner) -> MicroBatch:
 
 
 def _compile(learner: Learner, batch: MicroBatch) -> None:
-    """Run every function of a step once, so that all are compiled; nothing changes."""
+    """Run every function of a step once, so that it is compiled for this batch's shape; nothing changes. Batches whose
+    rows hold another power of two of sampled tokens are compiled for when they come."""
     state, objective = learner.state, learner.objective
     if _compares_apart(learner):
         logprobs_of(objective, state, batch)
@@ -584,16 +589,19 @@ def _compile(learner: Learner, batch: MicroBatch) -> None:
     if learner.policy.trainer.updates_per_step > 1 or learner.uses_dropout:
         starts.append(state.trained)
     found = [first_pass(objective, state, [batch], start=start)[0] for start in starts]
-    total = None
-    for known in {jax.tree.structure(each): each for each in found}.values():
-        total = None
-        for index in range(2):  # the second pass adds to the first: another program
-            seed = _dropout_seed(learner, 0, index)
-            total, _ = gradient_of(objective, state, batch, known, dropout_seed=seed, total=total)
-    assert total is not None
+    known_of_kind = {jax.tree.structure(known): known for known in found}  # with what is known goes another program
+    total = [_compile_gradient(learner, batch, known) for known in known_of_kind.values()][-1]
     # A gradient that is not finite changes nothing. The state is given away and comes back: copies of weights and
     # moments beside it would be more than any step holds.
     _apply_update(learner, replace(total, gradient=jax.tree.map(lambda leaf: leaf * jnp.nan, total.gradient)))
+
+
+def _compile_gradient(learner: Learner, batch: MicroBatch, known: FirstPass) -> GradientSum:
+    """The sum of two passes: the second one adds to the first, which is another program."""
+    arguments = learner.objective, learner.state, batch, known
+    one, _ = gradient_of(*arguments, dropout_seed=_dropout_seed(learner, 0, 0), total=None)
+    two, _ = gradient_of(*arguments, dropout_seed=_dropout_seed(learner, 0, 1), total=one)
+    return two
 
 
 # -------------------------------------------------------------------------------------------------- pieces of the loop
@@ -613,8 +621,10 @@ def _unfinished(learners: Mapping[str, Learner]) -> dict[str, int]:
 
 
 def _report_committed(learner: Learner, source: Source) -> None:
-    if is_first() and learner.checkpoints is not None and (latest := learner.checkpoints.latest()) is not None:
+    latest = learner.checkpoints.latest() if is_first() and learner.checkpoints is not None else None
+    if latest is not None and (latest != learner.reported or learner.mismatches):
         source.committed(learner.name, latest, dict(learner.mismatches))
+        learner.reported = latest
     learner.mismatches.clear()
 
 
@@ -719,7 +729,10 @@ def _apply_update(learner: Learner, total: GradientSum) -> Metrics:
 
 
 def _remember(learner: Learner) -> None:
-    """Keep a copy of the new version, and forget what is too old for any row to have been sampled from."""
+    """Keep a copy of the new version, and forget what is too old for any row to have been sampled from. Nothing asks
+    for one where engines have none and a step begins and ends with one update, as in the warm start."""
+    if learner.checkpoints is None and learner.policy.trainer.updates_per_step == 1 and not learner.uses_dropout:
+        return
     learner.recent[learner.state.step] = _copied(learner.state.trained)
     for version in sorted(learner.recent)[: -(learner.run.config.dataflow.max_staleness + 1)]:
         del learner.recent[version]

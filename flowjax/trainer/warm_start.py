@@ -165,7 +165,7 @@ def _batches(
         states = min(warm.states, steps * warm.batch_rows)
         started_s = time.perf_counter()
         rows = imitation_rows(config, warm, world, codec, states=states, label_noise=label_noise)
-        logging.info("%d expert states in %.1f s", len(rows), time.perf_counter() - started_s)
+        logging.info("%d rows of the expert in %.1f s", len(rows), time.perf_counter() - started_s)
         yield from itertools.islice(_epochs(rows, warm.batch_rows, rng), steps)
 
 
@@ -221,6 +221,8 @@ def _imitation(run: Run, base: Base, lessons: Sequence[TokenRow] = ()) -> Run:
         row_tokens = 1 << (max(lengths) - 1).bit_length()
         rows = _ROOM * warm.batch_rows * sum(lengths) / len(lengths) / row_tokens
         settings.trainer.update({"row_tokens": row_tokens, "trim_micro_batches": False})
+        reply_tokens = max(int(row.sampled.sum()) for row in lessons)
+        settings.rollout.update({"max_prompt_tokens": row_tokens - reply_tokens, "max_new_tokens": reply_tokens})
         settings.trainer.micro_batch_rows = _ROWS_MULTIPLE * math.ceil(rows / _ROWS_MULTIPLE)
     settings.optimizer = default_config().optimizer  # the recipe's is for what it trains
     settings.optimizer.update(

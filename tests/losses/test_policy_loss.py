@@ -163,8 +163,6 @@ def test_clip_regions(ratio, advantage, expected, has_gradient):
     assert float(value) == pytest.approx(expected, rel=1e-5)
     assert bool(gradient[0] != 0) == has_gradient
     assert bool(metrics["clipped"]) != has_gradient
-    sides = {"clipped_low": not has_gradient and ratio < 1, "clipped_high": not has_gradient and ratio > 1}
-    assert {side: bool(metrics[side]) for side in sides} == sides
 
 
 def test_micro_batches_add_up():

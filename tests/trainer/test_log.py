@@ -2,8 +2,10 @@
 
 import urllib.request
 
+import pytest
+
 from flowjax.monitor.metrics import read_status
-from flowjax.trainer.log import TrainerStatus, memory_metrics
+from flowjax.trainer.log import TrainerStatus, _update_metrics, memory_metrics
 
 
 def test_each_policys_newest_step_is_told(tmp_path):
@@ -17,6 +19,14 @@ def test_each_policys_newest_step_is_told(tmp_path):
     assert 'flowjax_trainer_policy_step{policy="solver"} 4\n' in text
     assert 'flowjax_trainer_policy_step{policy="verifier"} 0\n' in text
     assert 'flowjax_trainer_policy_loss{policy="solver"} 0.5\n' in text
+
+
+def test_updates_weigh_by_their_tokens_and_one_that_was_skipped_not_at_all():
+    """A step's loss was not a number where one of its updates was not."""
+    of = [{"trained_tokens": 10.0, "loss": 1.0}, {"trained_tokens": 990.0, "loss": 3.0}]
+    skipped = {"trained_tokens": 5.0, "loss": float("nan"), "skipped": 1.0}
+    found = _update_metrics([*({**update, "skipped": 0.0} for update in of), skipped])
+    assert found == {"trained_tokens": 1005.0, "loss": pytest.approx(2.98)}
 
 
 def test_memory_of_this_process():

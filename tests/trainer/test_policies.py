@@ -1,5 +1,6 @@
 """Several policies on one base, each as if it were alone."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,20 @@ def test_policies_in_turn_train_as_each_alone(config, tmp_path: Path):
     assert {("solver", 3), ("verifier", 2)} <= set(source.commits)
     lines = [(line["policy"], line["step"]) for line in read_metrics(tmp_path / "both") if line["kind"] == "train"]
     assert lines == [("verifier", 1), ("solver", 1), ("solver", 2), ("verifier", 2), ("solver", 3)]
+
+
+def test_the_last_version_of_a_policy_is_reported_while_others_go_on(config, tmp_path: Path):
+    """It was when all were through: until then tasks were opened for a policy that learnt no more."""
+
+    class Patient(InOrder):
+        def batch(self, steps: Mapping[str, int]) -> Served:
+            while "verifier" not in steps and 2 not in committed_steps(tmp_path / "checkpoints/verifier"):
+                time.sleep(0.01)
+            return super().batch(steps)
+
+    source = Patient("verifier verifier solver solver solver")
+    train(tmp_path, config, source, ["solver", "verifier"])
+    assert source.commits.index(("verifier", 2)) < source.commits.index(("solver", 3))
 
 
 def test_policies_share_the_very_arrays_of_the_base(config):

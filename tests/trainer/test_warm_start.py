@@ -35,6 +35,7 @@ def test_an_executor_is_made_of_lessons(tmp_path: Path):
     executor = config.bases.executor
     executor.model = {"path": str(tmp_path / "executor"), "nano": SHAPE}
     executor.warm_start.update({"states": 60, "steps": 5, "batch_rows": 8})
+    config.rollout.max_prompt_tokens = 4096  # the agent's, far beyond the lessons: it was refused by their row_tokens
     run = resolve(config, tmp_path)
     world = Canvas(**config.env.options.to_dict())
     assert is_executor(run, "executor", world) and not is_executor(run, "base", world)
