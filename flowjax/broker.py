@@ -210,7 +210,7 @@ class DataflowClient:
     ) -> tuple[list[Lease], float]:
         """Up to `slots` episodes to play, and the seconds to wait before asking again.
 
-        `can` says what this worker plays: `worlds` (of tasks), `policies`, `kinds`; what it leaves out is anything.
+        `playable` are the `worlds` (of tasks), `policies` and `kinds` of this worker; what it leaves out is anything.
         While there are none the answer may take `hold_s`; None leaves that to the dataflow.
         """
         said: dict[str, Any] = {"can": dict(playable)} if playable else {}

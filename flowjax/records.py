@@ -26,7 +26,7 @@ Status = Literal["ok", "env_error", "executor_error", "timeout", "truncated", "c
 COUNTED_STATUSES = frozenset({"ok", "truncated"})  # the others failed for causes outside the policy
 
 
-_LONGEST_LIST, _LARGEST_MAP = 100_000, 4096  # in messages of strangers
+_LONGEST_LIST = _LARGEST_MAP = 100_000  # in messages of strangers
 _LONGEST_REASON = 300  # characters
 
 
@@ -86,7 +86,8 @@ class Turn:
     def token_versions(self) -> Int[np.ndarray, "sampled"]:
         """The version that sampled each of its tokens."""
         spans = self.spans or [(self.version, len(self.sampled_ids))]
-        return np.repeat(*np.array(spans, np.int32).T)
+        versions, tokens = np.array(spans, np.int32).T
+        return np.repeat(versions, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +281,7 @@ _LONGEST_NAME = 500  # characters
 LONGEST_SHOWN = 24 * 1024  # characters of what a turn shows to people, ASCII alone
 _LONGEST = {"error": 10_000, "shown": LONGEST_SHOWN}
 _MOST_OUTCOMES = 1000  # names in one outcome
+_MOST_COMMITS = 1000  # versions of a policy in one episode; each is looked up on the disk
 _LARGEST_NUMBER = 1e9  # of rewards and outcomes: their squares and sums stay finite in float32
 _LOGPROB_SLACK = 1e-3  # above 0, for a sampler's rounding
 _LEAST_LOGPROB = -1000.0  # of a token that can have been sampled; its square and differences stay finite in float32
@@ -476,7 +478,7 @@ def _check_spans(turn: Turn, newest: int, where: str) -> None:
     if not isinstance(spans, Sequence) or isinstance(spans, str | bytes):
         raise WireError(f"field {where} is {_short(spans)}: it is a list of pairs of a version and its tokens")
     for index, span in enumerate(spans):
-        pair = isinstance(span, Sequence) and len(span) == 2 and all(type(number) is int for number in span)
+        pair = isinstance(span, list | tuple) and len(span) == 2 and all(type(number) is int for number in span)
         if not pair or not turn.version <= span[0] <= newest or span[1] < 1:
             found = ", ".join(map(_short, span)) if isinstance(span, list | tuple) else _short(span)
             wanted = f"a version from {turn.version}, the turn's, to {newest}, and how many tokens it sampled"
@@ -532,6 +534,10 @@ def _check_commits(commits: Any, where: str) -> None:
     for policy, of in (item if isinstance(item, tuple) else (None, None) for item in by_policy):
         if not isinstance(policy, str) or not isinstance(of, Mapping):
             raise WireError(shown)
+        if len(of) > _MOST_COMMITS:
+            raise WireError(
+                f"field {where}.commits has {len(of)} versions of {_short(policy)}: send {_MOST_COMMITS} at most"
+            )
         for version, commit in of.items():
             known = type(version) is int and version >= 0 and isinstance(commit, str)
             if not known or len(commit) > _LONGEST_NAME:

@@ -137,8 +137,8 @@ class Algorithm:
 class Table(MutableMapping[K, V]):
     """A map of which only what has changed is written down, for what grows with the number of tasks.
 
-    Keys and values are numbers, strings, lists, or maps of them. A value is put in anew, not changed in place: a change
-    inside it is not noticed.
+    Keys are numbers or strings; values these, lists, or maps of them. A value is put in anew, not changed in place: a
+    change inside it is not noticed.
     """
 
     def __init__(self, rows: Mapping[K, V] | None = None):
@@ -301,8 +301,9 @@ class Chain:
         return {name: self._ask(name, "metrics") for name in self.by_name}
 
     @contextlib.contextmanager
-    def state_changes(self) -> Iterator[Sequence[StateRow]]:
-        """Changes since the states were last written down; it counts as written when the body is through."""
+    def state_changes(self, hook: str = "", key: Hashable = None) -> Iterator[Sequence[StateRow]]:
+        """Changes since the states were last written down, among them what `hook` has taught of `key`; they count as
+        written when the body is through."""
         whole: dict[str, bytes] = {}
         rows: list[StateRow] = []
         for name in self.by_name:
@@ -311,7 +312,7 @@ class Chain:
         yield [*((name, "", b"", state) for name, state in whole.items() if state != self._whole.get(name)), *rows]
         # Not reached where the body raised: nothing was written then, and the same changes are given again.
         self._whole = whole
-        self._unwritten.clear()
+        self._unwritten.pop((hook, key), None)  # what others have answered is asked for again: it waits to be used
         for table in self._tables.values():
             table.changed.clear()
 
@@ -322,6 +323,12 @@ class Chain:
             # The rows of the one before would stay in the ledger: only a table itself knows what was taken out of it.
             if self._tables.setdefault((name, attribute), table) is not table:
                 raise ValueError(f"{attribute} is another Table than before: empty that one instead")
+        for attribute, table in tables.items():
+            for key in table.changed:
+                if not isinstance(
+                    key, str | int | float | np.integer
+                ):  # a tuple would come back as a list, which is no key
+                    raise TypeError(f"{attribute} has the key {key!r}: let keys be numbers or strings")
         whole = {attribute: value for attribute, value in state.items() if attribute not in tables}
         rows = [
             (name, attribute, _pack(key), _pack(table[key]) if key in table else None)

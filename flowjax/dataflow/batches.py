@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,23 +63,22 @@ def credit_batch(
     advantages = np.asarray(estimate(table, estimator, **options))
     advantage_parts = credit_parts(table, estimator, **options) if with_parts else {}
     advantage_parts = {name: np.asarray(part) for name, part in advantage_parts.items()}
-    rows, credits, start = [], [], 0
-    for index, (trajectory, has_rows) in enumerate(
-        zip(trajectories, [True] * len(trajectories) if trained is None else trained, strict=True)
-    ):
-        span = slice(start, start + len(trajectory.turns))  # the trajectory's rows of the table, which pads at its end
-        if has_rows:
-            rows += token_rows(trajectory, advantages[span])
+    has_rows = [True] * len(trajectories) if trained is None else trained
+    bounds = np.cumsum([0, *(len(trajectory.turns) for trajectory in trajectories)])
+    rows, credits = [], []
+    for index, trajectory in enumerate(trajectories):
+        of_turns = slice(bounds[index], bounds[index + 1])  # in the table, which pads at its end
+        if has_rows[index]:
+            rows += token_rows(trajectory, advantages[of_turns])
         paid = {name: float(values[index]) for name, values in parts.items()}
-        spans = {name: part[span] for name, part in advantage_parts.items()}
-        credits.append(Credit(float(scores[index]), paid, advantages[span], spans))
-        start = span.stop
+        credit_by_part = {name: part[of_turns] for name, part in advantage_parts.items()}
+        credits.append(Credit(float(scores[index]), paid, advantages[of_turns], credit_by_part))
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     totals = {
         "groups": len(groups),
         "groups_without_signal": _without_signal(groups, np.asarray(scores)),
         "episodes": len(trajectories),
-        "turns": start,
+        "turns": len(turns),
         "invalid_turns": sum(not turn.valid for turn in turns),
         "sampled_tokens": sum(len(turn.sampled_ids) for turn in turns),
         "cut_turns": sum(turn.finish_reason == "length" for turn in turns),
@@ -99,26 +98,23 @@ def _without_signal(groups: Sequence[Group], scores: np.ndarray) -> int:
 def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray) -> list[TokenRow]:
     """The turns of a trajectory as rows, one advantage per turn spread over its sampled tokens.
 
-    A turn whose prompt begins with exactly the tokens of its policy's row so far extends that row (append mode);
+    A turn whose prompt begins with exactly the tokens of the row so far extends that row (append mode);
     any other starts a new one (window mode).
     """
-    # Per policy, the spans of its row so far; a span's columns are those of `_join`.
-    open_rows: dict[str, list[tuple[np.ndarray, ...]]] = {}
-    closed: list[TokenRow] = []
+    rows: list[list[tuple[np.ndarray, ...]]] = []  # each of parts with the columns of a row
+    known = np.zeros(0, np.int32)  # tokens of the newest row
     for turn, advantage in zip(trajectory.turns, advantages, strict=True):
-        so_far = open_rows.get(turn.policy)
-        known = np.concatenate([part[0] for part in so_far]) if so_far else np.zeros(0, np.int32)
         # Token by token, not text by text: a reply may be tokenized otherwise when it stands in the next prompt, and
         # log-probs of other tokens would be trained on.
-        if so_far and not np.array_equal(turn.prompt_ids[: len(known)], known):
-            closed.append(_join(turn.policy, so_far))
-            so_far, known = None, known[:0]
+        if not rows or not np.array_equal(turn.prompt_ids[: len(known)], known):
+            rows.append([])
+            known = known[:0]
         prompt, sampled = turn.prompt_ids[len(known) :], turn.sampled_ids
+        known = np.concatenate([turn.prompt_ids, sampled])
         nothing = np.zeros(len(prompt), np.float32)
-        spans = so_far or []
         # What the prompt adds is read and not trained on: no log-prob, no advantage, version -1.
-        spans.append((prompt, nothing.astype(bool), nothing, nothing, np.full(len(prompt), -1, np.int32)))
-        spans.append(
+        rows[-1].append((prompt, nothing.astype(bool), nothing, nothing, np.full(len(prompt), -1, np.int32)))
+        rows[-1].append(
             (
                 sampled,
                 np.ones(len(sampled), bool),
@@ -127,19 +123,13 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
                 turn.token_versions,
             )
         )
-        open_rows[turn.policy] = spans
-    rows = closed + [_join(policy, spans) for policy, spans in open_rows.items()]
     # Over all rows of the trajectory: losses that average over trajectories divide each row by the whole.
-    sampled_tokens: Counter[str] = Counter()
-    for turn in trajectory.turns:
-        sampled_tokens[turn.policy] += len(turn.sampled_ids)
-    names = {"trajectory_id": trajectory.trajectory_id}
-    return [replace(row, trajectory_tokens=sampled_tokens[row.policy], **names) for row in rows]
-
-
-def _join(policy: str, spans: Sequence[tuple[np.ndarray, ...]]) -> TokenRow:
-    tokens, sampled, logprobs, advantages, versions = (np.concatenate(column) for column in zip(*spans, strict=True))
-    return TokenRow(policy, tokens, sampled, logprobs, advantages, versions)
+    names = (sum(len(turn.sampled_ids) for turn in trajectory.turns), trajectory.trajectory_id)
+    made: list[TokenRow] = []
+    for parts in rows:
+        tokens, sampled, logprobs, paid, versions = (np.concatenate(column) for column in zip(*parts, strict=True))
+        made.append(TokenRow(trajectory.policy, tokens, sampled, logprobs, paid, versions, *names))
+    return made
 
 
 # -------------------------------------------------------------------------------------------------------------- batches
@@ -346,7 +336,8 @@ class Batches:
         """
         groups = self._ledger.quarantine(policy, step, reasons)
         for group_id in groups:
-            logging.warning("%s, step %d: group %s is put aside: %s", policy, step, group_id, reasons)
+            of_group = {name: reason for name, reason in reasons.items() if name.startswith(f"{group_id}/")}
+            logging.warning("%s, step %d: group %s is put aside: %s", policy, step, group_id, of_group)
         if groups:
             self._logged.pop(policy, None)  # what the new batch is made of is another line
         return groups
@@ -403,7 +394,7 @@ class Batches:
         state = self._policies[policy]
         if version > state.committed:
             self._algorithms.published(policy, version)
-            with self._algorithms.state_changes() as changes:
+            with self._algorithms.state_changes("published", (policy, version)) as changes:
                 self._ledger.commit(policy, version, changes=changes)
             state.committed = version
         # Also for a version that is known: the process may have died between its commit and the closing.

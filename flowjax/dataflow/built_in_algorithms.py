@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from flowjax.dataflow.algorithms import Algorithm, Candidate, Result, Table, fresh_groups, share_of, task_name
+from flowjax.dataflow.tasks import written
 from flowjax.records import Task, state_key
 
 EASY, HARD = "easy", "hard"
@@ -121,7 +122,12 @@ class Greso(Algorithm):
         easy_above: float = 0.5,
     ):
         _check_shares(
-            target_easy=target_easy, target_hard=target_hard, floor_easy=floor_easy, floor_hard=floor_hard, start=start
+            target_easy=target_easy,
+            target_hard=target_hard,
+            floor_easy=floor_easy,
+            floor_hard=floor_hard,
+            start=start,
+            step=step,
         )
         if window < 1:
             raise ValueError(f"window is {window}: give a number of groups")
@@ -210,8 +216,7 @@ class DynamicSampling(Algorithm):
     least_group_size = 2
 
     def __init__(self, *, seed: int, accept_share: float = 0.0):
-        if not 0 <= accept_share <= 1:
-            raise ValueError(f"accept_share is {accept_share}: give a share from 0 to 1")
+        _check_shares(accept_share=accept_share)
         self._seed, self._accept_share = seed, accept_share
         self.seen = self.left_out = 0
 
@@ -296,7 +301,7 @@ class Deduplicate(Algorithm):
 
 
 def _written(content: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={value!r}" for name, value in sorted(content.items())]
+    return [f"{name}={written(value)}" for name, value in sorted(content.items())]
 
 
 class EarliestDeadline(Algorithm):

@@ -248,13 +248,15 @@ def _held_out_episode(task: Task, episode: Episode, rewards: Mapping[str, Mappin
 
 def _of_policy(policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mapping[str, float]) -> dict[str, Any]:
     """Results of a policy over the episodes of each task, tasks weighing alike: success and reward with their 95 %
-    intervals over tasks, the latter by the normal approximation, and the means of its outcomes."""
+    intervals over tasks, the latter by the normal approximation and of two tasks or more, and the means of its
+    outcomes."""
     groups = [parts for episodes in by_task if (parts := trajectories_of(episodes, policy))]
     if not groups:
         return {"trajectories": 0}
     parts = [part for group in groups for part in group]
     means = [_mean(rewards[part.trajectory_id] for part in group) for group in groups]
-    mean, half = _mean(means), 1.96 * float(np.std(means)) / math.sqrt(len(groups))
+    mean = _mean(means)
+    half = 1.96 * float(np.std(means, ddof=1)) / math.sqrt(len(groups)) if len(groups) > 1 else math.inf
     success_rate, low, high = _success(groups)
     return {
         "tasks": len(groups),
@@ -263,8 +265,7 @@ def _of_policy(policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mappi
         "low": low,
         "high": high,
         "reward_mean": mean,
-        "reward_low": mean - half,
-        "reward_high": mean + half,
+        **({"reward_low": mean - half, "reward_high": mean + half} if math.isfinite(half) else {}),
         "outcomes": _means(groups),
     }
 

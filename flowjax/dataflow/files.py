@@ -45,7 +45,7 @@ _LONGEST = 20  # digits of a step
 _LONGEST_NAME = 100  # characters
 _LISTED_S, _LOOK_S = 0.1, 0.4  # how old the list of versions may be for who waits for others, who looks so often
 _HELD_S = 20.0  # so long an answer is held back at most: nodes hang up after half a minute of silence
-Listing = list[tuple[str, int, str]]
+FileList = list[tuple[str, int, str]]
 
 
 class RunFiles:
@@ -62,14 +62,14 @@ class RunFiles:
         self._run, self._oldest_needed, self._pinned = run, oldest_needed, pinned
         self._packed = run.folder / PACKED
         self._digests: dict[Path, str] = {}  # of packs
-        self._listings: dict[tuple[Path, str], Listing] = {}
+        self._base_files: dict[tuple[Path, str], FileList] = {}
         self._making: dict[Hashable, asyncio.Task[Any]] = {}
         # Keys of the versions that a node is at and on its way to, and when it asked, by policy and the node's name.
         self._nodes: dict[tuple[str, str], tuple[set[str], float]] = {}
         self._busy = asyncio.Lock()  # one folder is read at a time
         self._said = ""
-        self._listing: dict[str, Any] = {}  # the newest answer about versions, and when it was made
-        self._listed_s = -math.inf
+        self._newest: dict[str, Any] = {}  # the newest answer about versions, and when it was made
+        self._newest_s = -math.inf
         self.stopping = False  # once set, no answer is held back any more
 
     def routes(self) -> dict[str, Callable]:
@@ -89,23 +89,23 @@ class RunFiles:
         return _answer({**described, "bases": list(run.bases)})
 
     async def _versions(self, request: web.Request) -> web.Response:
-        known, until_s = request.query.get("known"), time.monotonic() + held_for(request)
+        known, until_s = request.query.get("known"), time.monotonic() + queried_hold_s(request)
         while True:
             # Many nodes wait for the next version: one look at the disk is for all of them.
-            if known is None or time.monotonic() - self._listed_s > _LISTED_S:
-                self._listing, self._listed_s = self._list_versions(), time.monotonic()
-            if self._listing["mark"] != known or time.monotonic() >= until_s or self.stopping:
-                return _answer(self._listing)
+            if known is None or time.monotonic() - self._newest_s > _LISTED_S:
+                self._newest, self._newest_s = self._list_versions(), time.monotonic()
+            if self._newest["mark"] != known or time.monotonic() >= until_s or self.stopping:
+                return _answer(self._newest)
             await asyncio.sleep(min(_LOOK_S, max(until_s - time.monotonic(), 0.0)))
 
     def _list_versions(self) -> dict[str, Any]:
-        listed = {policy: self._listed(policy) for policy in self._run.policies}
+        listed = {policy: self._needed(policy) for policy in self._run.policies}
         policies = {policy: {str(step): commit for step, commit in known.items()} for policy, known in listed.items()}
         answer = {"policies": policies, "pinned": {policy: sorted(self._pinned(policy)) for policy in listed}}
         mark = hashlib.blake2b(pack(answer), digest_size=8).hexdigest()
         return {**answer, "mark": mark}
 
-    def _listed(self, policy: str) -> dict[int, str]:
+    def _needed(self, policy: str) -> dict[int, str]:
         """Versions of a policy that may be needed, and their commits."""
         folder = self._run.folder / "checkpoints" / policy
         steps = committed_steps(folder)
@@ -175,7 +175,7 @@ class RunFiles:
             if base is not None and not base.exists():  # deleted for another version's sake, until it was our turn
                 base = None
             made = await asyncio.to_thread(self._make_pack, policy, key, base)
-            await asyncio.to_thread(self._delete_old, policy, self._listed(policy), self._held(policy), key)
+            await asyncio.to_thread(self._delete_old, policy, self._needed(policy), self._held(policy), key)
             against = base.name.partition("@")[2] if base else ""
             return {"pack": [made.name, made.stat().st_size, self._digests[made]], "base": against}
 
@@ -246,24 +246,24 @@ class RunFiles:
         if not (folder / "config.json").is_file():
             raise web.HTTPNotFound(text=f"{folder} of base {name} is not on this machine: put the model on the node")
         identity = str(folder.stat().st_mtime_ns)
-        if (folder, identity) not in self._listings:
+        if (folder, identity) not in self._base_files:
             try:
-                await self._made((folder, identity), partial(self._list, folder, identity))
+                await self._made((folder, identity), partial(self._hash_base, folder, identity))
             except OSError as error:
                 raise self._failure(f"base {name} cannot be read", error) from error
-        files, path = self._listings[folder, identity], request.match_info.get("path")
+        files, path = self._base_files[folder, identity], request.match_info.get("path")
         if path is None:
             return _answer({"files": files})
         if path not in {name for name, _, _ in files} or not (folder / path).is_file():
             raise web.HTTPNotFound(text=f"there is no file {path[:200]} in it")
         return web.FileResponse(folder / path)
 
-    async def _list(self, folder: Path, identity: str) -> None:
+    async def _hash_base(self, folder: Path, identity: str) -> None:
         async with self._busy:
-            self._listings[folder, identity] = await asyncio.to_thread(_listing, folder)
+            self._base_files[folder, identity] = await asyncio.to_thread(_file_list, folder)
 
 
-def held_for(request: web.Request) -> float:
+def queried_hold_s(request: web.Request) -> float:
     """Seconds for which a question asks its answer to be held back: what cannot be read is 0."""
     try:
         asked_s = float(request.query.get("hold_s", 0.0))
@@ -272,7 +272,7 @@ def held_for(request: web.Request) -> float:
     return min(max(asked_s, 0.0), _HELD_S) if math.isfinite(asked_s) else 0.0
 
 
-def _listing(folder: Path) -> Listing:
+def _file_list(folder: Path) -> FileList:
     """Path, size in bytes and digest of each file; those of Git and of unfinished downloads are left out."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [path.relative_to(folder) for path in paths]

@@ -104,9 +104,8 @@ class Flow:
         """True if an episode was played with a version that its trainer has gone back behind, by the word of who played
         it (`Episode.commits`)."""
         return any(
-            policy in self.policies and self.policies[policy].lost(version, commit)
+            policy in self.policies and self.policies[policy].lost(commits)
             for policy, commits in episode.commits.items()
-            for version, commit in commits.items()
         )
 
     def compare(self, policy: str, mismatches: Mapping[str, tuple[float, int]]) -> dict[str, str]:

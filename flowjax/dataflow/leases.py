@@ -120,7 +120,7 @@ class Leases:
         self._algorithms.chosen(task, position)
         seeds = [episode_seed(config.seed, position, member) for member in range(config.rollout.group_size)]
         # The group is opened for every policy that learns, also for those that did not ask: they speak in its episodes.
-        with self._algorithms.state_changes() as changes:
+        with self._algorithms.state_changes("chosen", position) as changes:
             self._ledger.add_group(
                 f"train-{position:08d}",
                 task,
@@ -224,12 +224,12 @@ class Groups:
         """
         for policy, group_id in self._ledger.complete_groups():
             keep = not self._algorithms.by_name or self._keeps(policy, group_id)
-            with self._algorithms.state_changes() as changes:
+            with self._algorithms.state_changes("keep", (policy, group_id)) as changes:
                 self._ledger.filter(policy, group_id, keep=keep, changes=changes)
 
     def _keeps(self, policy: str, group_id: str) -> bool:
         """True where the algorithms keep the group, or no reward can be given for it, so that they cannot be asked: it
-        is put aside with the reason by the batch that gets it (`Batches.uncreditable`)."""
+        is put aside with the reason by the batch that gets it (`Batches.try_credit`)."""
         components = self._policies[policy].settings.reward.components.to_dict()
         group = self._ledger.group(group_id, policy)
         try:

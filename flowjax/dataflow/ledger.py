@@ -552,7 +552,10 @@ class Ledger:
         """Take leased episodes back: without a cause, or after an outage, as if they had never been leased. Returns the
         groups that are complete by it."""
         group_ids = {row["group_id"] for row in rows}
+        cancelled: set[str] = set()  # with an earlier one of these
         for row in rows:
+            if row["episode_id"] in cancelled:
+                continue
             if cause in _OUTAGES:
                 self._count(f"failed/{cause}", last=error)
             if cause is None or cause in _OUTAGES:  # an outage uses up no attempt: it may last for hundreds of them
@@ -577,12 +580,13 @@ class Ledger:
             ).fetchone()[0]
             self._count("quarantined", n=state == "quarantined")
             if state == "quarantined" and self._failed == "drop" and kind == "train":
-                cancelled = self._db.execute(
+                siblings = self._db.execute(
                     "UPDATE episodes SET state = 'cancelled', lease_id = NULL"
-                    " WHERE group_id = ? AND state IN ('waiting', 'leased')",
+                    " WHERE group_id = ? AND state IN ('waiting', 'leased') RETURNING episode_id",
                     (row["group_id"],),
-                )
-                self._count("cancelled", n=cancelled.rowcount)
+                ).fetchall()
+                cancelled |= {sibling["episode_id"] for sibling in siblings}
+                self._count("cancelled", n=len(siblings))
         return self._complete(group_ids)
 
     # ----------------------------------------------------------------- episode: leased -> done; group: open -> complete
@@ -1188,5 +1192,7 @@ class Ledger:
 
 
 def trajectories_of(episodes: Iterable[Episode], policy: str) -> list[Trajectory]:
-    """Trajectories of a policy in them; those without a turn are left out."""
-    return [part for episode in episodes for part in episode.trajectories if part.policy == policy and part.turns]
+    """Trajectories of a policy in them; those without a turn, and those that failed outside the policies, are left
+    out."""
+    parts = (part for episode in episodes for part in episode.trajectories)
+    return [part for part in parts if part.policy == policy and part.turns and part.status in COUNTED_STATUSES]

@@ -88,12 +88,15 @@ class PolicyStatus:
         self.went_back |= version < self.newest_served
         self.serving = min(self.serving, version)
 
-    def lost(self, version: int, commit: str) -> bool:
-        """True of weights that its trainer has gone back behind: the version is gone, or that of this number is another
-        by now. False where nobody knows, as of one that was thinned out."""
-        if (known := commit_of(self.checkpoints, version)) is not None:
-            return known != commit
-        return version > max(committed_steps(self.checkpoints), default=version)
+    def lost(self, commits: Mapping[int, str]) -> bool:
+        """True where its trainer has gone back behind weights of these commits, by version: one is gone, or that of
+        this number is another by now. False where nobody knows, as of one that was thinned out."""
+        known = {version: commit_of(self.checkpoints, version) for version in commits}
+        absent = [version for version, commit in known.items() if commit is None]
+        newest = max(committed_steps(self.checkpoints), default=math.inf) if absent else math.inf
+        return max(absent, default=-1) > newest or any(
+            known[version] not in (None, commit) for version, commit in commits.items()
+        )
 
     def flush_checkpoint(self, version: int) -> None:
         """Have a version on the disk, not only in memory that a power cut loses, and those of which nobody has said

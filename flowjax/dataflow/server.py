@@ -33,7 +33,7 @@ from aiohttp.http import HttpProcessingError, HttpVersion11
 from ml_collections import ConfigDict
 
 from flowjax.broker import Answer, Busy, Evicted, Superseded
-from flowjax.dataflow.files import RunFiles, held_for
+from flowjax.dataflow.files import RunFiles, queried_hold_s
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import damaged, is_damage
 from flowjax.dataflow.service import HOLD_S, MOST_SLOTS, NAMES, NAMES_OF_NODES, DataflowService, sender_of
@@ -348,7 +348,7 @@ class Server:
         return web.Response(body=self._shown, content_type="application/json")
 
     async def _finished(self, request: web.Request) -> web.Response:
-        until_s = time.monotonic() + held_for(request)
+        until_s = time.monotonic() + queried_hold_s(request)
         while True:
             self._asked_s = time.monotonic()
             if self._flow.finished or self._asked_s >= until_s or self._files.stopping:

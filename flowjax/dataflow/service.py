@@ -1,6 +1,6 @@
 """Answers of the dataflow to each message, whatever carries it.
 
-    lease         {worker, slots, kind?, can?, hold_s?} -> {leases, state: run | wait | done, retry_s, report?}
+    lease         {worker, slots, can?, hold_s?} -> {leases, state: run | wait | done, retry_s, report?}
     renew         {worker, lease_ids}                  -> {lost, report?}
     episodes      {worker, items: [{lease_id, episode}]} -> {accepted, duplicate, report?}
     give_back     {worker, lease_ids, error}           -> {}
@@ -166,7 +166,7 @@ class DataflowService:
             worker_of(message),
             slots_of(message),
             capabilities_of(message),
-            held_for(message),
+            hold_s_of(message),
         )
 
         def attempt() -> list[Lease]:
@@ -515,7 +515,7 @@ def slots_of(message: Any) -> int:
     return slots
 
 
-def held_for(message: Any) -> float | None:
+def hold_s_of(message: Any) -> float | None:
     """Seconds for which a worker asks its answer to be held back; None where it does not say."""
     held_s = message.get("hold_s") if isinstance(message, dict) else None
     if held_s is not None and not (type(held_s) in (int, float) and 0 <= held_s <= MOST_HELD_S):
@@ -524,8 +524,8 @@ def held_for(message: Any) -> float | None:
 
 
 def capabilities_of(message: Any) -> Capabilities:
-    """Capabilities of a worker: `can`, a map of lists with the names of worlds, policies and kinds, and `kind`."""
-    said, kind = message.get("can") or {}, message.get("kind")
+    """Capabilities of a worker: `can`, a map of lists with the names of worlds, policies and kinds."""
+    said = {} if message.get("can") is None else message["can"]
     if not isinstance(said, dict) or set(said) - {"worlds", "policies", "kinds"}:
         raise WireError("field can is not understood: send a map with lists of worlds, policies and kinds, or some")
     for name, values in said.items():
@@ -534,10 +534,8 @@ def capabilities_of(message: Any) -> Capabilities:
     kinds = frozenset(said.get("kinds", KINDS))
     if kinds - KINDS:
         raise WireError(f"field can.kinds names others than {' and '.join(sorted(KINDS))}: leave them out")
-    if kind not in (None, *KINDS):
-        raise WireError(f"field kind is {str(kind)[:_LONGEST_NAME]!r}: it is train, eval or absent")
     worlds, policies = (frozenset(said[name]) if name in said else None for name in ("worlds", "policies"))
-    return Capabilities(worlds, policies, kinds & {kind} if kind else kinds)
+    return Capabilities(worlds, policies, kinds)
 
 
 def steps_of(message: Any) -> dict[str, Any]:

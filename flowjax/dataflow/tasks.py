@@ -7,8 +7,10 @@ of groups ever opened, which the ledger keeps, is the whole state of the source.
 import dataclasses
 import json
 from functools import partial
+from typing import Any
 
 import grain
+import numpy as np
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, task_options
@@ -44,12 +46,17 @@ def content_of(task: Task) -> str:
     if not task.payload:
         return task.task_id
     content = task.payload.get("content", task.payload)
-    return json.dumps([task.world, task.source, content], sort_keys=True, default=repr)
+    return json.dumps([task.world, task.source, content], sort_keys=True, default=written)
+
+
+def written(value: Any) -> str:
+    """A value as text, whole: numpy leaves out the middle of long arrays."""
+    return f"{value.dtype}{value.tolist()}" if isinstance(value, np.ndarray) else repr(value)
 
 
 def episode_seed(seed: int, position: int, member: int) -> int:
     """Seed of a group's `member`-th episode."""
-    # No two are equal within a run, for groups of up to 4096; nor in runs of other seeds, for up to a million tasks.
+    # No two are equal in a run's training, for groups of up to 4096; nor in runs of other seeds, for a million tasks.
     return (seed * 1_000_003 + position) * 4096 + member
 
 

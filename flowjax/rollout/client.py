@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +150,7 @@ def read_event(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of an engine: requests running and waiting, requests preempted since its start, share of its
-    key-value cache in use.
-    """
+    """Load of an engine: requests running and waiting, requests preempted, share of its key-value cache in use."""
 
     running: int = 0
     waiting: int = 0
@@ -193,7 +191,8 @@ class EngineError(RuntimeError):
 
 
 class VersionAway(EngineError):
-    """The version that an episode is pinned to can be had, and has not come to any engine in time."""
+    """A version of an episode has not come to any engine in time, though it can be had, or its trainer has gone back
+    behind it: neither says anything about the task."""
 
 
 class UnknownModel(EngineError):
@@ -256,6 +255,8 @@ class EngineClient:
         self._patient, self._stream = patient, stream
         self._log = log
         self.trouble = ""
+        self.preempted = 0  # requests, since the engine was first asked for its load
+        self._preempted_before: int | None = None  # by the engine's own count, which begins anew with each start
         self._session: aiohttp.ClientSession | None = None
         self._open: dict[_Key, _Batch] = {}
         self._sending: set[asyncio.Task[None]] = set()
@@ -373,7 +374,7 @@ class EngineClient:
         return not self.trouble
 
     async def load(self) -> Load:
-        """Ask how busy the engine is.
+        """Ask how busy the engine is; `preemptions` are those since this was asked first.
 
         Raises:
             EngineError: the engine is away, or its metrics cannot be read.
@@ -382,10 +383,14 @@ class EngineClient:
         if status != 200:
             raise EngineError(f"the engine at {self.url} tells no metrics (HTTP {status}){self._see_log()}")
         try:
-            return read_load(str(text))
+            load = read_load(str(text))
         except (ValueError, OverflowError) as error:
             problem = f"the engine at {self.url} tells no metrics that can be read ({error})"
             raise EngineError(f"{problem}{self._see_log()}") from error
+        before = load.preemptions if self._preempted_before is None else self._preempted_before
+        self.preempted += load.preemptions - (before if before <= load.preemptions else 0)
+        self._preempted_before = load.preemptions
+        return replace(load, preemptions=self.preempted)
 
     def _dispatch(self, key: _Key) -> None:
         """Send the open batch of `key`."""

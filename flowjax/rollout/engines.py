@@ -173,7 +173,8 @@ class EnginePool:
         loads = [answer for answer in answers if isinstance(answer, Load)]
         if not loads:
             raise EngineError("no engine tells its load")
-        return sum(loads[1:], loads[0])
+        # Those of all: in a sum over the ones that answer, one that comes back would seem to have preempted much.
+        return replace(sum(loads[1:], loads[0]), preemptions=sum(member.client.preempted for member in self.members))
 
     def status(self) -> dict[str, Any]:
         """State of each engine, and how often a call had to move."""
@@ -304,7 +305,6 @@ class Admission:
     def update(self, loads: Mapping[str, Load], playing: int) -> None:
         """Set the slots by the loads of those bases that answered, with `playing` episodes under way."""
         bounds = {"playing": playing, "floor": self._floor, "ceiling": self._ceiling}
-        # Preemptions since the last look; below 0 after a restart, which counts from 0 again, and then none.
         proposed = [
             next_slots(self._slots, load, load.preemptions - self._loads.get(base, load).preemptions, **bounds)
             for base, load in loads.items()

@@ -40,7 +40,7 @@ from flowjax.records import (
     unpack,
 )
 from flowjax.rewards import required_outcomes
-from flowjax.rollout.client import EngineError, EngineReply, SamplingOptions
+from flowjax.rollout.client import EngineError, EngineReply, SamplingOptions, VersionAway
 from flowjax.rollout.engines import ServedBase
 from flowjax.run import Run
 from flowjax.workflows import UNVERSIONED, Agent, Generate, Played, Reply, served_version
@@ -204,7 +204,7 @@ class EpisodePlayer:
         # To the dataflow a version is its number: what the weights of before played would be trained on as what those
         # played that have the number now. An evaluation's version may be gone: it is the only one that it can have.
         if lost and lease.kind == "train":
-            raise EngineError(f"the trainer has gone back behind {', '.join(sorted(lost))}, which it was played with")
+            raise VersionAway(f"the trainer has gone back behind {', '.join(sorted(lost))}, which it was played with")
         return played
 
     def _agent(

@@ -87,6 +87,7 @@ _MESSAGE_BYTES = 512 * 1024  # of episodes; at the least pace that the dataflow 
 _NAMES_BYTES = 2048  # of what stands in a message beside an episode
 _FAILED_ROUNDS = 4  # of all slots, after which the service ends
 _EXECUTOR_AWAY_S = 1800.0  # what a world asks may be away for so long, after which the service ends
+_OUTAGE_OVER_S = 900.0  # of nothing played and no error: the next one begins another outage
 _PROBE_EVERY_S = 1.0
 _LOOK_EVERY_S = 1.0  # at the engines' load, at versions that came and went on the disk, at a lease that is held
 _REPORT_EVERY_S = 1.0
@@ -181,7 +182,7 @@ class RolloutService:
         }
         dataflow.prompted = self._report_again
         self._failures_in_a_row = 0  # episodes since the last one that counts
-        self._executor_away_since_s: float | None = None  # when the first of the latest executor errors came
+        self._executor_away_s: tuple[float, float] | None = None  # when the first and the last of its late errors came
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rates = Rates()
         self.totals = Totals()
@@ -263,14 +264,13 @@ class RolloutService:
             if not isinstance(error, EngineError):  # a fault of flowjax, which holds no lease until it runs out
                 _log.exception("episode %s could not be played", lease.episode_id)
                 reason = f"{type(error).__name__}: {error}"
-            # Without a reason it is no attempt: that a version is late here says nothing about the task.
-            self._unplayed.append((lease.lease_id, "" if isinstance(error, VersionAway) else reason))
+            self._unplayed.append((lease.lease_id, "" if isinstance(error, VersionAway) else reason))  # "": no attempt
             self._count_failure(reason)
         else:
             self._finished[lease.kind].append((lease.lease_id, episode))
             self.totals.add(episode)
             if episode.status in COUNTED_STATUSES:
-                self._failures_in_a_row, self._executor_away_since_s = 0, None
+                self._failures_in_a_row, self._executor_away_s = 0, None
             elif episode.status == "executor_error":
                 self._count_executor_error(episode.error)
             else:
@@ -293,8 +293,10 @@ class RolloutService:
     def _count_executor_error(self, why: str) -> None:
         """An outage uses up no task, however many episodes meet it; one without end should be seen by somebody."""
         now_s = time.monotonic()
-        self._executor_away_since_s = now_s if self._executor_away_since_s is None else self._executor_away_since_s
-        if (away_s := now_s - self._executor_away_since_s) > _EXECUTOR_AWAY_S and not self._fatal.done():
+        since_s, newest_s = self._executor_away_s or (now_s, now_s)
+        since_s = since_s if now_s - newest_s < _OUTAGE_OVER_S else now_s
+        self._executor_away_s = since_s, now_s
+        if (away_s := now_s - since_s) > _EXECUTOR_AWAY_S and not self._fatal.done():
             self._fatal.set_exception(RolloutError(f"an executor has been away for {away_s:.0f} s: {why}"))
 
     async def _hand_over(self, kind: str) -> None:
@@ -411,11 +413,12 @@ class RolloutService:
             async with asyncio.timeout(_DRAIN_S):
                 if self._asking is not None:
                     stopped += [lease.lease_id for lease in await self._last_leases(self._asking)]
+                if stopped:  # first: a dataflow that is full takes no episodes for a while, and leases at any time
+                    await self._dataflow.give_back(stopped, "")  # without an error it does not count as an attempt
+                    stopped = []
                 for kind in self._finished:
                     while self._finished[kind] or (self._unplayed and kind == "eval"):
                         await self._send(kind)
-                if stopped:
-                    await self._dataflow.give_back(stopped, "")  # without an error it does not count as an attempt
         except (DataflowError, TimeoutError):
             left = len(self._unsent) + len(self._unplayed) + len(stopped)
             _log.warning("%d leases could not be given back to the dataflow: they expire and are played again", left)

@@ -92,7 +92,9 @@ CHANGES: dict[str, Callable[[Message, Any], None]] = {
         + [floats(float("nan"), 0), floats(float("-inf"), 0), floats(-1), floats(-1, -1, -1)]
     ),
     "version": _turn(version=[-1, 0, 1, 5, 10**9, -(2**63)]),
-    "spans": _turn(spans=[[[0, 1], [1, 1]], [[1, 1], [0, 1]], [[1, 2]], [[0, 3]], [[0, 0], [0, 2]], [[0, 2**40]]]),
+    "spans": _turn(
+        spans=[[[0, 1], [1, 1]], [[1, 1], [0, 1]], [[1, 2]], [b"\0\2"], [[0, 3]], [[0, 0], [0, 2]], [[0, 2**40]]]
+    ),
     "reward": _turn(env_reward=[1e9, -1e9, 1e30, float("nan"), float("inf"), 0.0], generate_s=[-1.0, 1e30, 1e9]),
     "state keys": _turn(state_key=[0, 2**64 - 1, -1], next_state_key=[0, 1, 2**63, -5]),
     "flags": _turn(valid=[True, False], terminal=[True, False], finish_reason=["", "x" * 400, "x" * 600]),

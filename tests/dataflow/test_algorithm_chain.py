@@ -185,6 +185,40 @@ def test_only_what_has_changed_is_written_down():
         assert [(attribute, key and unpack(key)) for _, attribute, key, _ in changes] == [("", b""), ("table", 8)]
 
 
+def test_what_one_write_refused_is_not_learnt_again_after_another():
+    """It was, where the disk had room for a new group's row and none for the group whose verdict was asked for."""
+
+    class Counts(Algorithm):
+        seen = 0
+
+        def keep(self, result):
+            self.seen += 1
+            return True
+
+    counts = Counts()
+    chain = Chain({"mine": counts})
+    with pytest.raises(OSError, match="full"):
+        assert chain.keep(RESULT)
+        with chain.state_changes("keep", ("agent", "g")):
+            raise OSError("the disk is full")
+    with chain.state_changes("chosen", 3):
+        pass
+    assert chain.keep(RESULT) and counts.seen == 1
+    with chain.state_changes("keep", ("agent", "g")):
+        pass
+    assert chain.keep(RESULT) and counts.seen == 2, "another group of that name"
+
+
+def test_a_key_that_would_come_back_as_another_is_refused():
+    algorithm = Remembers()
+    algorithm.table["a", 1] = 1
+    with (
+        pytest.raises(AlgorithmError, match=r"table has the key \('a', 1\): let keys"),
+        Chain({"m": algorithm}).state_changes(),
+    ):
+        pytest.fail("the run could not be resumed")
+
+
 def test_a_table_is_not_to_be_replaced():
     algorithm = Remembers()
     chain = Chain({"mine": algorithm})

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import grain
@@ -11,6 +12,7 @@ import pytest
 
 from flowjax.compare import read_scores
 from flowjax.config import default_config
+from flowjax.dataflow.built_in_algorithms import Deduplicate
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import Kind
 from flowjax.dataflow.service import DataflowService
@@ -55,6 +57,15 @@ def test_rows_of_one_content_are_one_task_wherever_they_stand():
         for n, content in enumerate("aab")
     ]
     assert content_of(rows[0]) == content_of(rows[1]) != content_of(rows[2])
+
+
+def test_tasks_that_differ_in_the_middle_of_a_long_array_are_two():
+    first, second = (Task("t", "toy", 0, {"x": np.arange(2000), "y": 1}) for _ in range(2))
+    second.payload["x"][1000] = 0
+    assert content_of(first) != content_of(second)
+    seen = Deduplicate(seed=0)
+    seen.chosen(first, 0)
+    assert seen.choose(replace(second, task_id="another"), 1)
 
 
 def test_a_message_costs_no_more_where_an_evaluation_is_large(tmp_path):
@@ -176,7 +187,7 @@ def test_a_task_that_is_drawn_twice_is_one_task(tmp_path):
     assert (line["low"], line["high"]) == pytest.approx(wilson(4, 8))
     agent = line["policies"]["agent"]
     assert (agent["low"], agent["high"], agent["tasks"]) == pytest.approx((*wilson(4, 8), 8))
-    half = 1.96 * np.std([0.0, 1.0] * 4) / np.sqrt(8)  # of the mean of eight rewards, not of 40
+    half = 1.96 * np.std([0.0, 1.0] * 4, ddof=1) / np.sqrt(8)  # of the mean of eight rewards, not of 40
     assert agent["reward_high"] - agent["reward_mean"] == pytest.approx(half)
 
 

@@ -301,7 +301,7 @@ def test_a_batch_travels_over_http(tmp_path):
     async def scenario(post) -> None:
         status, answer = await post("/versions", pack({"worker": "w", "policy": "agent", "serving": 0}))
         assert (status, answer) == (200, {"oldest_needed": 0})
-        _, answer = await post("/lease", pack({"worker": "w", "slots": 100, "kind": "train"}))
+        _, answer = await post("/lease", pack({"worker": "w", "slots": 100, "can": {"kinds": ["train"]}}))
         items = []
         for lease in answer["leases"]:
             assert lease.temperature == 1.0
@@ -322,7 +322,7 @@ def test_a_trainer_that_waits_has_its_batch_as_soon_as_it_is_full(tmp_path):
     async def scenario() -> None:
         service = DataflowService(make_flow(tmp_path))
         await service.answer("versions", {"worker": "w", "policy": "agent", "serving": 0})
-        leases = (await service.answer("lease", {"worker": "w", "slots": 100, "kind": "train"}))["leases"]
+        leases = (await service.answer("lease", {"worker": "w", "slots": 100, "can": {"kinds": ["train"]}}))["leases"]
         await service.answer("claim", {"trainer": "t", "policies": {"agent": 0}, "after": 0})
         asked = service.answer("batch", {"policy": "agent", "step": 0, "epoch": 1}, hold_s=600.0)
         waiting = asyncio.create_task(asked)
@@ -338,7 +338,7 @@ def test_a_trainer_that_waits_has_its_batch_as_soon_as_it_is_full(tmp_path):
 REFUSED = [
     ("/lease", {"slots": 1}, "worker is missing"),
     ("/lease", {"worker": "w", "slots": "many"}, "slots is str"),
-    ("/lease", {"worker": "w", "slots": 1, "kind": "nap"}, "kind is 'nap'"),
+    ("/lease", {"worker": "w", "slots": 1, "can": {"kinds": ["nap"]}}, "can.kinds names others than"),
     ("/episodes", {"items": [{"lease_id": "x", "episode": {"turns": []}}]}, "episode is dict"),
     ("/batch", {"policy": "agent", "step": True}, "step is bool"),
     ("/batch", {"policy": "agent", "step": 0}, "epoch is missing: a trainer claims"),

@@ -154,9 +154,11 @@ def test_what_a_lost_version_played_is_played_again_however_late_it_comes(tmp_pa
     assert send(again[1], 0, "10", "v")["accepted"] == 1
     shutil.rmtree(flow.policies["agent"].checkpoints / "1")
     assert send(again[2], 1, "11", "v")["accepted"] == 1, "thinned out, which says nothing"
-    for wrong in ({"agent": {-1: "1"}}, {"agent": ["1"]}, ["agent"], {"agent": {1: 11}}, {3: {1: "11"}}):
+    many = {"agent": dict.fromkeys(range(1001), "1")}
+    for wrong in (many, {"agent": {-1: "1"}}, {"agent": ["1"]}, ["agent"], {"agent": {1: 11}}, {3: {1: "11"}}):
         item = {"lease_id": "x", "episode": replace(played(again[2], version=1), commits=wrong)}
-        with pytest.raises(WireError, match=r"commits is .*: it is a map of policies to maps of versions to texts"):
+        map_of = "is .*: it is a map of policies to maps of versions to texts"
+        with pytest.raises(WireError, match="has 1001 versions of 'agent'" if wrong is many else map_of):
             asyncio.run(service.answer("episodes", {"worker": "v", "items": [item]}, hold_s=0.0))
 
 

@@ -74,8 +74,8 @@ def test_what_algorithms_learn_from_a_refused_message_counts_once(tmp_path: Path
     async def main() -> None:
         with monkeypatch.context() as full, pytest.raises(Busy):
             full.setattr(flow.ledger, "add_group", refuses)
-            await service.answer("lease", {"worker": "w", "slots": 4, "kind": "train"})
-        leases = (await service.answer("lease", {"worker": "w", "slots": 4, "kind": "train"}))["leases"]
+            await service.answer("lease", {"worker": "w", "slots": 4, "can": {"kinds": ["train"]}})
+        leases = (await service.answer("lease", {"worker": "w", "slots": 4, "can": {"kinds": ["train"]}}))["leases"]
         assert [lease.task.task_id for lease in leases] == ["task-0", "task-0", "task-1", "task-1"]
         first, second = [
             [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in pair]

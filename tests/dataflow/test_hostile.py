@@ -93,7 +93,7 @@ class Dataflow:
         ids = [lease["lease_id"] for lease in self.leases]
         items = [{"lease_id": lease["lease_id"], "episode": episode(lease)} for lease in self.leases[:2]]
         return {
-            "/lease": {"worker": "w", "slots": 2, "kind": "train"},
+            "/lease": {"worker": "w", "slots": 2, "can": {"kinds": ["train"]}},
             "/renew": {"worker": "w", "lease_ids": ids[:2]},
             "/episodes": {"worker": "w", "items": items},
             "/give_back": {"worker": "w", "lease_ids": ids[:2], "error": "no"},
@@ -149,10 +149,10 @@ def test_every_field_missing_or_of_the_wrong_kind(tmp_path):
             for place in paths(message) if path != "/episodes" else ():
                 if place[0] == "worker" and path not in ("/lease", "/versions"):
                     continue  # said for people, not read
-                if len(place) == 1 and place != ("kind",):
+                if len(place) == 1 and place != ("can",):
                     await refused(dataflow, path, on_the_wire(without(message, place)))
                 for value in WRONG:
-                    if type(value) is not type(_at(message, place)) and (place, value) != (("kind",), None):
+                    if type(value) is not type(_at(message, place)) and (place, value) != (("can",), None):
                         await refused(dataflow, path, on_the_wire(changed(message, place, value)))
 
     run(tmp_path, scenario)

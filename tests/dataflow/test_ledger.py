@@ -174,6 +174,18 @@ def test_a_failure_reported_under_a_lost_lease_does_not_end_the_new_one(ledger, 
     assert ledger.accept(second.lease_id, played(second))[0]
 
 
+def test_who_was_cancelled_with_a_sibling_stays_so_when_its_own_lease_runs_out_at_once(tmp_path, clock):
+    """It was leased again, and its group stayed open for what was dropped in the end."""
+    ledger = Ledger(tmp_path / "drop.sqlite", lease_s=10.0, max_attempts=2, clock=clock, failed="drop")
+    add(ledger, 0, members=3)
+    ledger.give_back([lease.lease_id for lease in ledger.lease("w", 1)], "no", count_attempt=True)
+    assert len(ledger.lease("w", 3)) == 3  # the first for the second time
+    clock.now_s += 11
+    ledger.expire()
+    assert ledger.count_episodes() == {**NONE, "quarantined": 1, "cancelled": 2} and not ledger.lease("w", 3)
+    assert ledger.count_causes("failed")["lease_ran_out"] == 1
+
+
 def test_a_group_without_any_trajectory_is_dropped(ledger):
     group_id = add(ledger, 0, members=1)
     complete = []

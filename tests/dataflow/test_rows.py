@@ -11,10 +11,10 @@ from flowjax.dataflow.batches import credit_batch, token_rows
 from flowjax.records import Group, Task, Trajectory, Turn
 
 
-def turn(prompt: list[int], sampled: list[int], policy: str = "agent", version: int = 1) -> Turn:
+def turn(prompt: list[int], sampled: list[int], version: int = 1) -> Turn:
     logprobs = -np.arange(1, len(sampled) + 1, dtype=np.float32)
     ids = (np.array(prompt, np.int32), np.array(sampled, np.int32))
-    return Turn(policy, version, *ids, logprobs, "stop", 0, 1, 0.0, True, False)
+    return Turn("agent", version, *ids, logprobs, "stop", 0, 1, 0.0, True, False)
 
 
 def rows(*turns: Turn, advantages: list[float]):
@@ -45,14 +45,9 @@ def test_a_conversation_whose_tokens_differ_anywhere_starts_a_new_row():
     assert second.tokens.tolist() == [1, 2, 4, 7, 5]
 
 
-def test_policies_keep_rows_of_their_own():
-    got = rows(turn([1], [2], "a"), turn([1], [3], "b"), turn([1, 2, 5], [6], "a"), advantages=[1.0, 2.0, 3.0])
-    assert {(row.policy, tuple(row.tokens.tolist())) for row in got} == {("a", (1, 2, 5, 6)), ("b", (1, 3))}
-
-
 def test_rows_know_how_many_tokens_their_trajectory_has():
-    got = rows(turn([1], [2, 2], "a"), turn([1], [3], "b"), turn([9], [6], "a"), advantages=[1.0, 2.0, 3.0])
-    assert sorted((row.policy, row.trajectory_tokens) for row in got) == [("a", 3), ("a", 3), ("b", 1)]
+    got = rows(turn([1], [2, 2]), turn([9], [6]), advantages=[1.0, 3.0])
+    assert [(row.policy, row.trajectory_id, row.trajectory_tokens) for row in got] == [("agent", "t", 3)] * 2
 
 
 def test_groups_whose_rewards_are_all_equal_are_counted():

@@ -209,7 +209,7 @@ def test_a_header_without_end_is_not_waited_for(tmp_path, monkeypatch):
             server.serve(flow, tmp_path, dataflow=flow.run.config.dataflow, port=port, stop=stop)
         )
         await until_listening(port)
-        lease, began_s = on_the_wire({"worker": "w", "slots": 100, "kind": "train"}), time.monotonic()
+        lease, began_s = on_the_wire({"worker": "w", "slots": 100, "can": {"kinds": ["train"]}}), time.monotonic()
         async with ClientSession() as session, asyncio.TaskGroup() as group:
             ends = [
                 group.create_task(closed_after_s(port, *sent)) for sent in ([b"GET /"], [whole[:-2]], [whole, b"GET /"])

@@ -366,6 +366,22 @@ def test_the_load_of_the_pool_is_that_of_its_engines(pair):
     assert (one.waiting, one.cache_share) == (3, 0.25)
 
 
+def test_what_was_preempted_is_counted_by_engine(pair):
+    """One that missed a look, or was started anew, changed the sum by all that it had preempted since its start."""
+
+    async def ask(pool):
+        found = []
+        for counts, dead in (((1000, 5), False), ((1000, 5), True), ((1002, 5), False), ((3, 6), False)):
+            for engine, count in zip(pair, counts, strict=True):
+                engine.metrics = f'vllm:num_preemptions_total{{engine="0"}} {count}.0\n'
+            pair[0].dead = dead
+            await pool.healthy()
+            found.append((await pool.load()).preemptions)
+        return found
+
+    assert run(ask, *pair) == [0, 0, 2, 6]
+
+
 def test_one_engine_needs_no_pool(tmp_path):
     config = default_config()
     assert isinstance(engines_of_base(resolve(config).bases["base"], tmp_path, ["http://host:1"]), EngineClient)

@@ -1,11 +1,13 @@
 """The rollout service between a real dataflow and an engine that can be made to fail."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 
 import numpy as np
@@ -118,7 +120,21 @@ def test_what_a_lost_version_has_played_is_played_again(tmp_path, anew):
             assert {turn.version for turn in servers.counted[0].turns} == {int(anew)}
             commit = commit_of(run.folder / "checkpoints/agent", int(anew))
             assert servers.counted[0].commits == {"agent": {int(anew): commit}}
-            assert servers.flow.ledger.count_causes("failed") == {"given_back": 8}
+            assert servers.flow.ledger.count_causes("failed") == {}, "it is no attempt at the task"
+
+    asyncio.run(scenario())
+
+
+def test_who_stops_gives_back_what_it_plays_though_the_dataflow_has_no_room(tmp_path, monkeypatch):
+    """It tried to hand over what was finished for all of its time: the rest lay idle until its leases ran out."""
+
+    async def scenario():
+        run = RolloutRun(tmp_path, workflow="unruly_workflows:every_fourth_hangs")
+        async with run.servers() as servers:
+            monkeypatch.setattr(Groups, "full", property(lambda groups: True))
+            async with run.serving(servers) as serving:
+                await until(lambda: serving.service._unsent and len(serving.service._playing) == 8)
+            assert servers.leased == len(serving.service._unsent) > 0
 
     asyncio.run(scenario())
 
@@ -258,6 +274,25 @@ def test_an_executor_that_is_away_uses_up_no_task_but_does_not_go_unseen_for_eve
             assert servers.leased == 0
 
     asyncio.run(scenario())
+
+
+def test_two_errors_of_executors_far_apart_are_no_outage(tmp_path, monkeypatch):
+    """They were one that had lasted for all the time between them, in which nothing was played."""
+    run = RolloutRun(tmp_path)
+
+    async def scenario():
+        async with run.servers() as servers, run.serving(servers) as serving:
+            now_s = time.monotonic()
+            for later_s in (0, 2000, 2800, 3600, 4400):
+                monkeypatch.setattr(rollout_service.time, "monotonic", lambda later_s=later_s: now_s + later_s)
+                serving.service._count_executor_error("busy")
+                assert serving.service._fatal.done() == (later_s == 4400)
+            monkeypatch.undo()
+            with pytest.raises(RolloutError, match="an executor has been away for 2400 s: busy"):
+                await asyncio.wait_for(asyncio.shield(serving.task), 60)
+
+    with contextlib.suppress(RolloutError):
+        asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("cause", ["engine", "workflow"])

@@ -13,6 +13,12 @@ async def every_fourth_raises(task, *, seed, env, agents, options):
     return await single.play(task, seed=seed, env=env, agents=agents, options=options)
 
 
+async def every_fourth_hangs(task, *, seed, env, agents, options):
+    if seed % 4 == 0:
+        await asyncio.sleep(3600)
+    return await single.play(task, seed=seed, env=env, agents=agents, options=options)
+
+
 async def every_fourth_rewards_nothing_that_is_a_number(task, *, seed, env, agents, options):
     played = await single.play(task, seed=seed, env=env, agents=agents, options=options)
     return dataclasses.replace(played, outcome={"success": math.nan}) if seed % 4 == 0 else played
