@@ -1,9 +1,11 @@
 """Answers to problems of mathematics: where the answer stands in a reply, and whether two answers are equal.
 
-Numbers and words are compared here; everything else by math-verify (extra `math`), to which both answers are given as
-LaTeX, since it reads plain formulas such as 2*sqrt(2) only in part. What computes too long is ended by a signal: call
-`equal` from a main thread, or through `flowjax.grading.processes`. Its limit is processor time, so that no verdict
-depends on what else the machine does; math-verify's own limits, which are times on the clock, are off.
+A grader that computes would solve the problem for a reply that only says it again, `12+34` for `12+34=?`: where the
+gold answer is a number, one number is asked for. Numbers and words are compared here; everything else by math-verify
+(extra `math`), to which both answers are given as LaTeX, since it reads plain formulas such as 2*sqrt(2) only in part.
+What computes too long is ended by a signal: call `equal` from a main thread, or through `flowjax.grading.processes`.
+Its limit is processor time, so that no verdict depends on what else the machine does; math-verify's own limits, which
+are times on the clock, are off.
 """
 
 import contextlib
@@ -26,17 +28,27 @@ MAX_BITS = 1 << 15  # of a number in a formula; a larger one is not computed
 MAX_TERMS = 200  # of a power of a sum, multiplied out
 DECIMALS = 6  # to which decimal fractions are rounded, as math-verify does
 
-_POWER_OF_TEN = r"[eE](?:\d{1,3}|\+\d\d\d?|-0\d)(?!\d)"  # as programs print it; `2e-3` may be a formula with e
+_POWER_OF_TEN = r"[eE](?:\d{1,3}|\+\d\d\d?|-\d\d\d?)(?!\d)"  # as programs print it; `2e-3` may be a formula with e
 _NUMBER = rf"(?:(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?|\.\d+)(?:{_POWER_OF_TEN})?"
 _LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?:/\d+(?!\d|\.\d))?%?")
 _PLAIN_NUMBER = re.compile(rf"([-+]?)({_NUMBER})(?:/([-+]?\d+))?(%?)")
 _MIXED = re.compile(r"([-+]?)(\d+) (\d+)/(\d+)")
 _BASED = re.compile(r"\(?([0-9A-Za-z]+)\)?_\{?(\d+)\}?")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
-_FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([-+]?\d+)\}|(\d))\s*(?:\{([-+]?\d+)\}|(\d))")
+_SCIENTIFIC = re.compile(rf"([-+]?{_NUMBER}) ?(?:\\times|\\cdot|\*) ?10 ?\^ ?(?:\{{([-+]?\d{{1,3}})\}}|(-?\d{{1,3}}))")
+# What stands around one number: `(5)`, `\{5\}`, and what is said to be it: `x = 5`, `12 + 34 = 46`.
+_WRAPPED = re.compile(r"(?:\\?\{|[(\[])([^(){}\[\],\\]*)(?:\\?\}|[)\]])")
+_SAID_EQUAL = re.compile(r"(?<![<>!:])(?<!\\not)=")
+_NAMED = re.compile(r"[a-zA-Z]\s*=\s*(.+)")
+_OTHER_NAME = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]|[,;]")
+# What is still to be done is no answer, unless the gold answer leaves it, too.
+_UNDONE = re.compile(r"\\(?:sum|prod|i*nt|lim|gcd|det)(?![a-z])")
 _CHAIN = re.compile(r"([^<>=]+)(<=|<)([a-zA-Z])(<=|<)([^<>=]+)")
 _ONE_SIDED = re.compile(r"([a-zA-Z])(<=|<|>=|>)([^<>=]+)")
 _RELATION = re.compile(r"(<=|>=|<|>)")
+_CONSTANTS = ("pi", "oo", "inf", "infty", "infinity")
+_SMALL = Fraction(1, 10**4)
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 _COUNTS = ("hundred", "thousand", "million", "billion", "trillion", "dozen")
 _PARTS = ("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth")
@@ -44,17 +56,19 @@ _PARTS = ("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "te
 NO_UNITS = {"percent", "pi", "and", "or", "plus", "minus", "half", "halves", *_COUNTS, *_PARTS}
 NO_UNITS |= {f"{word}s" for word in (*_COUNTS, *_PARTS)}
 # Words in roman type behind a number, at the end, with their power: `5\,\text{cm}^2`, `5 \mathrm{~m/s}`.
+_NO_UNIT = rf"(?![^{{}}]*\b(?:{'|'.join(NO_UNITS)})\b)(?!(?:squared|cubed|[ap]m|[abdeiknpqrtuxyzπ])\b)"  # or a variable
+_END_OF_UNIT = r"(?:\s*\^\s*(?:\d|\{\s*\d\s*\}))?[.\s]*$"
 _UNIT = re.compile(
-    r"(?<=[\d)}])(?:\\[,;:! ]|[~\s])*\\(?:text|textrm|mathrm|mbox)\s*\{[~\s]*"
-    rf"(?![^{{}}]*\b(?:{'|'.join(NO_UNITS)})\b)"
-    r"(?!(?:squared|cubed|[ap]m|[abdeiknpqrtuxyzπ])\b)([a-zA-Z][^{}\d]*)\}"
-    r"(?:\s*\^\s*(?:\d|\{\s*\d\s*\}))?[.\s]*$",
+    r"(?:(?<=[\d)}])|(?<=\\pi)|(?<=\\circ))(?:\\[,;:! ]|[~\s])*\\(?:text|textrm|mathrm|mbox)\s*\{[~\s]*"
+    rf"{_NO_UNIT}([a-zA-Z][^{{}}\d]*)\}}{_END_OF_UNIT}",
     re.IGNORECASE,
 )
+_PLAIN_UNIT = re.compile(rf"(?<=\d)\s+{_NO_UNIT}([a-zA-Z][a-zA-Z /]*){_END_OF_UNIT}", re.IGNORECASE)  # `18 dollars`
 _LARGE_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*(?:\d{5}|[^{}]*\^)")  # what is computed while it is read
 _POWER = r"(\w+|\{[^{}]*\}|[\ue000-\uf8ff])"
 _TOWER = re.compile(rf"\^{_POWER}\^{_POWER}(?!\^)")
-_INTERVAL = re.compile(r"[\[(][^\[\]]*,[^\[\]]*[\])]")
+_INTERVAL = re.compile(r"[\[(][^\[\]]*,[^\[\]]*[\])](?:\s*\\cup\s*[\[(][^\[\]]*,[^\[\]]*[\])])*")
+_SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\\pi|\{[^{}]*\}|\w)\s*(\\pi|\{[^{}]*\}|\w)")  # `\frac ab`, `\frac\pi4`
 _FUNCTIONS = (
     "arcsin",
     "arccos",
@@ -97,9 +111,11 @@ def last_number(text: str) -> str | None:
 def equal(answer: str, gold: str, cpu_s: float = 5.0) -> bool:
     """Compare an answer with the gold answer: the same number, formula, set, interval or words.
 
-    A percentage equals its number with and without the division by 100. Several solutions may stand in any order;
-    parentheses around them make a tuple, whose order counts. A unit that one of the two names and the other does not is
-    passed over. Formulas that take more than `cpu_s` of processor time to read and compare are not equal.
+    Where the gold answer is a number, a formula of that value is not equal; a number in another base than ten equals
+    itself alone, with the base or without. A percentage equals its number with and without the division by 100. Several
+    solutions may stand in any order; parentheses around them make a tuple, whose order counts. A unit that one of the
+    two names and the other does not is passed over. Formulas that take more than `cpu_s` of processor time to read and
+    compare are not equal.
 
     Raises:
         ImportError: a formula is to be compared and math-verify is not installed.
@@ -112,25 +128,33 @@ def equal(answer: str, gold: str, cpu_s: float = 5.0) -> bool:
         return False
     if _squeezed(said) == _squeezed(true):
         return True
-    said, true = (_bare(text) for text in _without_unit(answer, gold))
-    numbers = _values(said), _values(true)
-    if all(numbers):
-        return any(_same(a, b) for a in numbers[0] for b in numbers[1])
+    said, true = (_bare(text) for text in without_unit(answer, gold))
+    based, wanted = _in_base(said), _in_base(true)
+    if based or wanted:
+        return based == wanted or (not based and wanted.startswith(f"{_squeezed(said)}_"))
+    number = _alone(said)
+    if numbers := _values(true):
+        rounded = "." in number or "." in true
+        return any(_same(a, b, rounded) for a in _values(number) for b in numbers)
+    if (named := _NAMED.fullmatch(true)) and _values(named[1]) and not _values(number):  # `x=5` wants a number, too
+        return False
     # Words that are not the same: math-verify would read them as products of their letters.
-    if _WORDS.fullmatch(said) or _WORDS.fullmatch(true):
+    if any(_WORDS.fullmatch(text) and text not in _CONSTANTS for text in (said, true)):
         return False
     if _LARGE_BINOMIAL.search(said) or _LARGE_BINOMIAL.search(true):
         return False
-    if _INTERVAL.fullmatch(true):
-        said = _as_interval(said)
-    elif _INTERVAL.fullmatch(said):
-        true = _as_interval(true)
+    if _UNDONE.search(said) and not _UNDONE.search(true):
+        return False
+    intervals = _as_interval(said), _as_interval(true)
+    if any(map(_INTERVAL.fullmatch, intervals)):
+        said, true = intervals
     return _verified(_latex(said), _latex(true), cpu_s)
 
 
 def is_number(text: str) -> bool:
     """True for a text that is one number and nothing else; boxes, currencies and percent signs count as nothing."""
-    return bool(_values(_bare(text)))
+    bare = _bare(text)
+    return bool(_values(bare) or _in_base(bare))
 
 
 def plain_form(answer: str) -> str:
@@ -138,8 +162,10 @@ def plain_form(answer: str) -> str:
     bare = _bare(answer)
     values = _values(bare)
     if not values:
-        return _squeezed(bare) or _squeezed(answer)
-    value = values[0] if isinstance(values[0], Fraction) else Fraction(str(round(values[0], DECIMALS)))
+        return _in_base(bare) or _squeezed(bare) or _squeezed(answer)
+    value = values[0]
+    if "." in bare:
+        value = round(value, DECIMALS) if abs(value) >= _SMALL else Fraction(f"{float(value):.3g}")
     return f"{value}%" if len(values) > 1 else str(value)
 
 
@@ -241,10 +267,10 @@ def _most(exponent: Any, bits: float) -> float:
     return 2.0**bits if bits < 1000 else math.inf
 
 
-def _without_unit(one: str, other: str) -> tuple[str, str]:
+def without_unit(one: str, other: str) -> tuple[str, str]:
     """Both answers, one of them without its unit where the other has none and does not hold those letters."""
     one, other = _unwrapped(one), _unwrapped(other)
-    found = _UNIT.search(one), _UNIT.search(other)
+    found = [_UNIT.search(text) or _PLAIN_UNIT.search(text) for text in (one, other)]
     if found[0] and not found[1] and found[0][1].strip() not in other:
         one = one[: found[0].start()]
     elif found[1] and not found[0] and found[1][1].strip() not in one:
@@ -255,13 +281,17 @@ def _without_unit(one: str, other: str) -> tuple[str, str]:
 def _bare(text: str) -> str:
     """The answer without what is wrapped around it: delimiters of LaTeX, a box, a currency, a full stop."""
     text = _unwrapped(text)
-    text = re.sub(r"\\text(?:bf|rm|it)?\{([^{}]*)\}|\\mathrm\{([^{}]*)\}", lambda m: m[1] or m[2] or "", text)
+    text = re.sub(r"\\text(?:bf|rm|it)?\{([^{}]*)\}|\\math(?:rm|bf)\{([^{}]*)\}", lambda m: m[1] or m[2] or "", text)
+    text = re.sub(r"(?<!\\)\\ |~", " ", re.sub(r"\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})|°", "", text))
     text = text.replace(r"\%", "%").replace("−", "-").replace("–", "-").replace("π", r"\pi ").replace("≤", "<=")
     text = text.replace(r"\varnothing", r"\emptyset").replace("∅", r"\emptyset")
-    text = text.replace("≥", ">=").replace("×", "*").replace("·", "*").replace("°", "").replace(r"^\circ", "")
-    text = re.sub(r"\\[!,;:]|\\left(?![a-z])|\\right(?![a-z])", "", text)
+    text = text.replace("≥", ">=").replace("×", "*").replace("·", "*")
+    text = text.replace("∞", r"\infty ").replace("∪", r"\cup ").replace("∈", r"\in ").replace("{,}", ",")
+    text = re.sub(r"√\s*(\w+)", r"\\sqrt{\1}", text).replace("√", r"\sqrt")
+    text = re.sub(r"\\[!,;:]|\\left(?![a-z])|\\right(?![a-z])|\\(?:q?quad|displaystyle)(?![a-z])", "", text)
     text = re.sub(r"^\s*\\?[$€£]\s*(?=[-\d.])", "", text)
-    return re.sub(r"^([-+]?\d+) and (?:a|one) half$", r"\1 1/2", text.rstrip(". ").strip())
+    text = re.sub(r"(?<=\d)\s*percent$", "%", text.rstrip(". ").strip())
+    return re.sub(r"^([-+]?\d+) and (?:a|one) half$", r"\1 1/2", text)
 
 
 def _unwrapped(text: str) -> str:
@@ -281,22 +311,35 @@ def _squeezed(text: str) -> str:
     return re.sub(r"(?<!\d) | (?!\d)", "", text).casefold()
 
 
-def _values(text: str) -> list[Fraction | float]:
-    """The number that a text is, twice for a percentage; empty where it is none. Fractions are exact."""
-    text = " ".join(text.split())
+def _alone(text: str) -> str:
+    """The number in an answer that says what it is, as in `x = 5` and `12 + 34 = 46`, or has brackets around it."""
+    _, *middle, last = _SAID_EQUAL.split(f"={text}")
+    if not any(map(_OTHER_NAME.search, middle[1:])) and not re.search("[,;]", "".join(middle[:1])):
+        text = last.strip()
+    wrapped = _WRAPPED.fullmatch(text)
+    return wrapped[1] if wrapped else text
+
+
+def _in_base(text: str) -> str:
+    """A number in another base than ten, such as `101_2`; "" for everything else."""
+    based = _BASED.fullmatch(text)
+    base = int(based[2]) if based and len(based[2]) < 3 else 0
+    if not based or not 2 <= base <= 36 or base == 10:
+        return ""
+    digits = based[1].casefold()
+    return f"{digits}_{base}" if all(int(digit, 36) < base for digit in digits) else ""
+
+
+def _values(text: str) -> list[Fraction]:
+    """The number that a text is, twice for a percentage; empty where it is none."""
     if len(text) > MAX_DIGITS:
         return []
+    text = re.sub(r"^\(?([^()]*?)\)?_\{?10\}?$", r"\1", " ".join(text.split()))
+    text = _FRACTION.sub(r"\1\2/\3\4", re.sub(r"(?<=\d)(?=\\[dt]?frac)", " ", text))
     if (mixed := _MIXED.fullmatch(text)) and int(mixed[4]):
         return [(int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4]))) * (-1 if mixed[1] == "-" else 1)]
-    if based := _BASED.fullmatch(text):
-        base = int(based[2]) if len(based[2]) < 3 else 0
-        try:
-            return [Fraction(int(based[1], base))] if base >= 2 else []
-        except ValueError:  # a digit that the base lacks, or a base above 36
-            return []
-    if fraction := _FRACTION.fullmatch(text):
-        sign, *digits = fraction.groups("")
-        text = f"{sign}{digits[0] or digits[1]}/{digits[2] or digits[3]}"
+    if scientific := _SCIENTIFIC.fullmatch(text):
+        return [Fraction(scientific[1].replace(",", "")) * Fraction(10) ** int(scientific[2] or scientific[3])]
     plain = _PLAIN_NUMBER.fullmatch(text)
     if plain is None:
         return []
@@ -304,18 +347,13 @@ def _values(text: str) -> list[Fraction | float]:
     if denominator is not None and int(denominator) == 0:
         return []
     value = Fraction(digits.replace(",", "")) / int(denominator or 1) * (-1 if sign == "-" else 1)
-    values: list[Fraction | float] = [value, value / 100] if percent else [value]
-    try:
-        return [float(v) for v in values] if "." in digits else values
-    except OverflowError:
-        return values
+    return [value, value / 100] if percent else [value]
 
 
-def _same(a: Fraction | float, b: Fraction | float) -> bool:
-    if isinstance(a, Fraction) and isinstance(b, Fraction):
-        return a == b
-    exact = [Fraction(x) for x in (a, b)]
-    return abs(exact[0] - exact[1]) <= Fraction(1, 2 * 10**DECIMALS)
+def _same(a: Fraction, b: Fraction, rounded: bool) -> bool:
+    """Equal, or, of rounded ones, to six decimals and to half a per cent: else all that is small would be 0."""
+    off = abs(a - b)
+    return off == 0 or (rounded and off <= min(Fraction(1, 2 * 10**DECIMALS), max(abs(a), abs(b)) / 200))
 
 
 def _explodes(text: str) -> bool:
@@ -331,7 +369,11 @@ def _explodes(text: str) -> bool:
 
 
 def _as_interval(text: str) -> str:
-    """A chain of inequalities about one variable as the interval of its solutions; other texts as they are."""
+    """Chains of inequalities about one variable as the intervals of its solutions; other texts as they are."""
+    parts = [_as_interval(part) for part in text.split(" or ")] if " or " in text else []
+    if parts and all(map(_INTERVAL.fullmatch, parts)):
+        return r"\cup ".join(parts)
+    text = re.sub(r"^\s*[a-zA-Z]\s*\\in(?![a-z])", "", text)
     plain = "".join(text.split()).replace(r"\leq", "<=").replace(r"\le", "<=").replace(r"\geq", ">=")
     plain = plain.replace(r"\ge", ">=").replace(r"\lt", "<").replace(r"\gt", ">")
     mirrored = "".join(_MIRRORED.get(part, part) for part in reversed(_RELATION.split(plain)))  # `x>3` for `3<x`
@@ -348,6 +390,7 @@ def _as_interval(text: str) -> str:
 
 def _latex(text: str) -> str:
     """A formula as LaTeX: what a programmer or a calculator writes is put into its commands."""
+    text = _SHORT_FRACTION.sub(lambda m: rf"\frac{{{m[1].strip('{}')}}}{{{m[2].strip('{}')}}}", text)
     text = _braced(text.replace("**", "^"), "^")
     text = _right_associative(text)
     text = _braced(re.sub(r"(?<![\\a-zA-Z])sqrt\s*(?=\()", r"\\sqrt", text), r"\sqrt")

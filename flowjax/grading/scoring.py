@@ -18,7 +18,7 @@ from typing import Literal
 
 from flowjax.grading.answers import exact_match, f1_score, last_answer, normalise_answer, right_choice, without_thoughts
 from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, Suite, fenced_blocks, judge
-from flowjax.grading.math import NO_UNITS, equal, is_number, last_boxed, plain_form
+from flowjax.grading.math import equal, is_number, last_boxed, plain_form
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.grading.sandbox import Limits
 
@@ -32,7 +32,6 @@ _LINE = re.compile(
     r"^[ \t>*_#-]{0,16}(?:final )?answer[*_]{0,4}[ ]?:[*_]{0,4}[ \t]*(\S.*)$", re.IGNORECASE | re.MULTILINE
 )
 _DECLARED = re.compile(r"\banswer is\b:?", re.IGNORECASE)
-_WITH_UNIT = re.compile(r"([-+]?\\?[$€£]?(?:\d+ )?[-+\d.,/]*\d)\s+(?!squared|cubed)([a-zA-Z][a-zA-Z ]*[a-zA-Z])\.?")
 _LIST = re.compile(r"\[([^\[\]]*,[^\[\]]*)\]")
 
 
@@ -123,7 +122,7 @@ class Scorer:
 
     def _equal(self, answer: str, gold: str) -> bool:
         """Numbers need no process."""
-        if is_number(answer) and is_number(gold):
+        if is_number(gold):
             return equal(answer, gold)
         return plain_form(answer) == plain_form(gold) or bool(self._formulas.call(answer, gold))
 
@@ -167,10 +166,8 @@ def stated_answer(text: str) -> str:
 
 
 def _as_printed(answer: str, gold: str) -> str:
-    """The answer without the unit behind its number, or the brackets of a printed list, where the gold has none."""
+    """The answer without the brackets of a printed list, where the gold has none."""
     answer = answer.strip()
-    if (unit := _WITH_UNIT.fullmatch(answer)) and not set(unit[2].lower().split()) & NO_UNITS:
-        return unit[1] if not re.search(r"[a-zA-Z]", gold) else answer
     if (printed := _LIST.fullmatch(answer)) and not set("[](){}") & set(gold):
         return printed[1]
     return answer
