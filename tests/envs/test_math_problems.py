@@ -8,7 +8,7 @@ import pytest
 from data.math.build import FORMATS, build
 from flowjax.envs import Split, WorldError
 from flowjax.envs.math import Math
-from flowjax.envs.math.problems import MathProblem, load, problem_of, read, split_of
+from flowjax.envs.math.problems import MathProblem, copied, load, problem_of, read, split_of
 from flowjax.grading.math import equal
 from flowjax.records import Task
 
@@ -170,3 +170,40 @@ def test_what_is_wrong_with_a_path_is_said(name: str, tmp_path: Path):
 def test_gold_answers_equal_themselves():
     for answer in (r"\frac{3}{8}", "1,018", r"\sqrt2", "204"):
         assert equal(rf"\boxed{{{answer}}}", answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "question"),
+    [
+        ("2(x+1)", "2x+2", "Expand $2(x + 1)$."),
+        (r"\frac{84}{144}", r"\frac{7}{12}", r"Simplify $\dfrac{84}{144}.$"),
+        (r"\dfrac{5}{\sqrt{125}}", r"\frac{\sqrt5}{5}", r"Rationalize the denominator of \(\frac{5}{\sqrt{125}}\)."),
+        (r"\sqrt{12}", r"2\sqrt3", r"Simplify \(\sqrt{12}\)"),
+        ("0.375", r"\frac38", "Write 0.375 as a fraction."),
+        (r"3 \cdot x^2", "3xx", r"What is $3\times x^{2}$ without powers?"),
+    ],
+)
+def test_a_copy_of_what_is_asked_for_is_no_answer(answer: str, gold: str, question: str):
+    env = Math().env()
+    env.reset(Task("t", "math", 0, {"question": question, "answer": gold}), 0)
+    assert copied(answer, gold, question) and env.step(rf"\boxed{{{answer}}}").outcome["success"] == 0.0
+    assert not copied(gold, gold, question) and not copied(answer, answer, question)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "question"),
+    [
+        ("18", "18.0", "There are 18 eggs."),
+        ("50%", "50", "After a discount of 50% ..."),
+        (r"5.5\text{ cm}", "5.5", "A side of 5.5 cm"),
+        (r"\$2.5", "2.50", "It costs $2.5 or more."),
+        (r"\frac{3}{4}", "3/4", r"She ate $\frac34$ of it."),
+        ("(B)", r"\text{(B)}", "(A) 3 (B) 4"),
+        ("June 20", r"\text{June 20}", "From June 20 on"),
+        ("x+1", "1+x", "Where is 2x+10?"),
+        ("0.5", "1/2", "At most 0.55"),
+        ("+" * 100_000, "5", "+" * 100_000),
+    ],
+)
+def test_an_answer_may_stand_in_the_question(answer: str, gold: str, question: str):
+    assert not copied(answer, gold, question)

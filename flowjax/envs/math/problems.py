@@ -23,11 +23,12 @@ import numpy as np
 
 from flowjax.envs import NotReady, Split, WorldError, check_characters
 from flowjax.fields import Interval
-from flowjax.grading.math import last_boxed
+from flowjax.grading.math import last_boxed, without_unit
 from flowjax.records import state_key
 
 HELD_OUT_ONE_IN = 8  # problems, by content
 OPERATORS = "+-*/"
+MAX_COPIED = 200  # characters of an answer that is looked for in its question
 MAX_ATTEMPTS = 10_000  # at a problem of one split
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # What DAPO's prompts say around a problem.
@@ -48,6 +49,31 @@ def split_of(question: str) -> Split:
     """The split that a problem belongs to, by its words alone."""
     held_out = state_key("math", _content(question)) % HELD_OUT_ONE_IN == 0
     return "held_out" if held_out else "train"
+
+
+def copied(answer: str, gold: str, question: str) -> bool:
+    """True for an answer that stands in the question and that the gold answer writes otherwise.
+
+    A copy of `2(x+1)` equals what `Expand 2(x+1)` asks for. Whole numbers, decimals where one is asked for, and words
+    may be in a question and its answer.
+    """
+    if len(answer) > MAX_COPIED:
+        return False
+    said, meant = (re.sub(r"\s", "", _written(text)).rstrip(".%") for text in without_unit(answer, gold))
+    if said == meant or not re.search(r"[-+*/^=.]|frac|sqrt", said):
+        return False
+    if said.replace(".", "", 1).isdecimal() and "." in meant:
+        return False
+    there = r"\s*".join(map(re.escape, said))
+    return bool(re.search(rf"(?<![\w.]){there}(?!\w|\.\d)", _written(question)))
+
+
+def _written(text: str) -> str:
+    """A text without what may be left out of a formula in LaTeX, or be written in another way."""
+    text = re.sub(r"\\(?:left|right|text(?:bf|rm)?|math(?:bf|rm))(?![a-z])|\\[()\[\],;:!]|\$", " ", text)
+    text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", re.sub(r"\\(?:cdot|times)(?![a-z])", "*", text))
+    text = re.sub(r"\\frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r" \1\2/\3\4 ", text)
+    return re.sub(r"[{}\\]", "", text.replace("**", "^"))
 
 
 def _content(question: str) -> str:

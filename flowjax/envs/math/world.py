@@ -32,7 +32,7 @@ from flowjax.envs import (
     check_split,
     user_says,
 )
-from flowjax.envs.math.problems import Arithmetic, MathProblem, generate, load, worked_out
+from flowjax.envs.math.problems import Arithmetic, MathProblem, copied, generate, load, worked_out
 from flowjax.fields import Interval
 from flowjax.grading import math as grading
 from flowjax.grading.answers import without_thoughts
@@ -305,7 +305,8 @@ class MathEnv:
         if not answer:
             return False
         compare = "anywhere" if self._options.answer == "anywhere" and not self._options.calculator else "equal"
-        self._right = _verdict(compare, answer, self.problem.answer)
+        problem = self.problem
+        self._right = not copied(answer, problem.answer, problem.question) and _verdict(compare, answer, problem.answer)
         self._over = True
         return True
 
