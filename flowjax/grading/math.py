@@ -115,7 +115,7 @@ def equal(answer: str, gold: str, cpu_s: float = 5.0) -> bool:
     itself alone, with the base or without. A percentage equals its number with and without the division by 100. Several
     solutions may stand in any order; parentheses around them make a tuple, whose order counts. A unit that one of the
     two names and the other does not is passed over. Formulas that take more than `cpu_s` of processor time to read and
-    compare are not equal.
+    compare, or are nested too deeply for that, are not equal.
 
     Raises:
         ImportError: a formula is to be compared and math-verify is not installed.
@@ -179,7 +179,7 @@ def anywhere(reply: str, gold: str, cpu_s: float = 5.0) -> bool:
 
     if _explodes(reply):
         return False
-    with contextlib.suppress(_TooLong), _bounded(cpu_s):
+    with contextlib.suppress(_TooLong, RecursionError), _bounded(cpu_s):
         true = parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()], parsing_timeout=0)
         said = parse(reply, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=0)
         if not true or not said or any(_bits(tree) > MAX_BITS for tree in (*true, *said)):
@@ -214,7 +214,7 @@ def _verified(said: str, true: str, cpu_s: float) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify  # half a second, and an extra
 
     config = [LatexExtractionConfig()]
-    with contextlib.suppress(_TooLong), _bounded(cpu_s):
+    with contextlib.suppress(_TooLong, RecursionError), _bounded(cpu_s):
         parsed = [parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=0) for text in (true, said)]
         if not all(parsed):
             return False

@@ -184,6 +184,12 @@ def test_answers_that_would_take_for_ever_are_wrong_at_once(bomb: str):
     assert time.process_time() - started < 3
 
 
+@pytest.mark.parametrize("answer", ["x" + "!" * 900, "2" + "!" * 500 + "x"])
+def test_what_is_nested_too_deeply_is_wrong(answer: str):
+    """An error would end the episode without a verdict, which costs a policy less than a wrong answer."""
+    assert not equal(answer, "x+5") and not anywhere(rf"\boxed{{{answer}}}", "x+5")
+
+
 TOWER = "2^{2^{2^{2^{2^2}}}}"
 BOMBS = [
     TOWER,
