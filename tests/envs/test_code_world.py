@@ -109,6 +109,11 @@ def test_live_code_bench_tests_are_read(files: dict[str, str]):
     }
     program = "class Solution:\n    def same(self, x: List[int]):\n        return tuple(x)"
     assert judge(program, problem_of(identity).suite, allow_none=WITHOUT).success
+    for line in ("heapify(x)", "x[bisect_left(x, inf) :] = []", "x = list(accumulate(x, lambda a, b: pow(b, 1, 9)))"):
+        program = (
+            f"class Solution:\n    @cache\n    def one(self): ...\n    def same(self, x: List[int]):\n        {line}\n"
+        )
+        assert judge(program + "        return x", problem_of(identity).suite, allow_none=WITHOUT).success, line
 
 
 def test_packed_tests_that_are_more_than_data_are_refused():

@@ -155,7 +155,9 @@ def _start(fields: Mapping[str, Any]) -> str:
     return f"Start from this:\n```python\n{code.rstrip()}\n```" if code else ""
 
 
-_STARTER = "from typing import *\nimport collections, functools, heapq, itertools, math\nfrom collections import *"
+# What the judges of these problems import for a program; the builtins come last, as `math` has a `pow` of its own.
+_NAMES = ("typing", "bisect", "collections", "functools", "heapq", "itertools", "math", "builtins")
+_STARTER = "import copy, operator, re, sys\n" + "\n".join(f"import {name}; from {name} import *" for name in _NAMES)
 
 
 class _NoGlobals(pickle.Unpickler):
