@@ -8,6 +8,7 @@ tests run in the second one and reach the program in the first one only by sendi
 """
 
 import _signal as signal  # the C part alone: a third of the start of a box would be imports
+import atexit
 import builtins
 import marshal
 import os
@@ -468,8 +469,11 @@ def _become(code, files, seconds):
             status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
         except BaseException as error:
             sys.stderr.write("\n" + _reason(error, "solution.py") + "\n")
-        sys.stdout.flush()
-        sys.stderr.flush()
+        if "threading" in sys.modules:  # as Python ends: after its threads, and what was left for the end
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+        for file in (sys.stdout, sys.__stdout__, sys.stderr):  # a program may have put its own in place of the first
+            file.flush()
     except BaseException:
         status = 1
     os._exit(status & 255)

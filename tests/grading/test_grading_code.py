@@ -343,6 +343,21 @@ def test_remarks_say_what_happened(program: str, remark: str):
     assert len(said) < 400
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import threading\ndef main(): print(int(input()) + 1)\nthreading.Thread(target=main).start()",
+        "import threading, time\ndef main():\n    time.sleep(0.1)\n    print(int(input()) + 1)\n"
+        "threading.Thread(target=main).start()\nraise SystemExit",
+        "import atexit, io, sys\nsys.stdout = io.StringIO()\n"
+        "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(int(input()) + 1)",
+    ],
+)
+def test_a_script_ends_as_python_does(program: str):
+    """After its threads and what it left for the end: programs for contests print there."""
+    assert judged(program, Suite((Lines("3", "4"), Lines("-1", "0")))).success
+
+
 def test_methods_of_solution_and_missing_imports():
     suite = Suite((CallCase(([1, 2],), 3, json=True),), "total", preamble="from typing import List")
     assert judged("class Solution:\n    def total(self, xs: List[int]) -> int:\n        return sum(xs)", suite).success
