@@ -1,7 +1,8 @@
 """Answers to questions: short ones by exact match and token F1, multiple choice by the option that a reply chooses.
 
 Normalisation and both scores of short answers are those of the SQuAD evaluation (Rajpurkar et al. 2016, arXiv
-1606.05250). Several gold answers may be given; the best one counts.
+1606.05250), but that "yes" and "no" have no part of a score, as in HotpotQA's (Yang et al. 2018, arXiv 1809.09600).
+Several gold answers may be given; the best one counts.
 """
 
 import re
@@ -15,6 +16,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _PAIR = r"<answer>((?:(?!<answer>).)*?)</answer>"
 _ANSWER = re.compile(_PAIR, re.DOTALL | re.IGNORECASE)
 _AUGMENTED_SHARE = 0.3
+_WHOLE = ("yes", "no", "noanswer")
 
 
 def without_thoughts(reply: str) -> str:
@@ -57,7 +59,10 @@ def last_answer(text: str) -> str | None:
 
 
 def _f1(prediction: str, answer: str, unique: bool) -> float:
-    said, gold = Counter(normalise_answer(prediction).split()), Counter(normalise_answer(answer).split())
+    texts = normalise_answer(prediction), normalise_answer(answer)
+    if texts[0] != texts[1] and not set(texts).isdisjoint(_WHOLE):  # "yes no" would be paid 2/3, whatever is right
+        return 0.0
+    said, gold = (Counter(text.split()) for text in texts)
     if unique:
         said, gold = Counter(set(said)), Counter(set(gold))
     common = (said & gold).total()

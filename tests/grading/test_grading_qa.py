@@ -55,12 +55,20 @@ def test_scores_equal_slow_ones(prediction: str, answers: list[str]):
         ("New York, New York", "New York", False, 2 / 3),
         ("a", "the", False, 0.0),
         ("", "x", False, 0.0),
+        ("Yes.", "yes", True, 1.0),
+        ("yes no", "yes", False, 0.0),
+        ("no", "no one", False, 0.0),
         ("Ångström", "ångström", True, 1.0),
     ],
 )
 def test_known_scores(prediction: str, answer: str, exact: bool, f1: float):
     assert exact_match(prediction, [answer]) == exact
     assert f1_score(prediction, [answer]) == pytest.approx(f1)
+
+
+def test_naming_both_is_no_answer_to_a_question_of_yes_or_no():
+    assert f1_score("yes or no", ["no"]) == f1_score("yes, no", ["yes"], unique=True) == 0.0
+    assert augmented_f1("yes no", ["yes"], ["yes", "it is"]) == 0.0
 
 
 def test_unique_words_count_once():
