@@ -35,18 +35,23 @@ _PLAIN_NUMBER = re.compile(rf"([-+]?)({_NUMBER})(?:/([-+]?\d+))?(%?)")
 _MIXED = re.compile(r"([-+]?)(\d+) (\d+)/(\d+)")
 _BASED = re.compile(r"\(?([0-9A-Za-z]+)\)?_\{?(\d+)\}?")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
-_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([-+]?\d+)\}|(\d))\s*(?:\{([-+]?\d+)\}|(\d))")
-_SCIENTIFIC = re.compile(rf"([-+]?{_NUMBER}) ?(?:\\times|\\cdot|\*) ?10 ?\^ ?(?:\{{([-+]?\d{{1,3}})\}}|(-?\d{{1,3}}))")
+_FRACTION = re.compile(r"\\[cdt]?frac\s*(?:\{([-+]?[\d,]+)\}|(\d))\s*(?:\{([-+]?\d+)\}|(\d))")
+_SIGNED = re.compile(r"([-+]?)(?:\(([^(),]*)\)|\{([^{},]*)\}|-(-.*))")  # `-(12)`, `{3/4}`
+_SCIENTIFIC = re.compile(
+    rf"([-+]?{_NUMBER}) ?(?:\\times|\\cdot|\*|x) ?10 ?\^ ?(?:\{{([-+]?\d{{1,3}})\}}|(-?\d{{1,3}}))"
+)
 # What stands around one number: `(5)`, `\{5\}`, and what is said to be it: `x = 5`, `12 + 34 = 46`.
 _WRAPPED = re.compile(r"(?:\\?\{|[(\[])([^(){}\[\],\\]*)(?:\\?\}|[)\]])")
-_SAID_EQUAL = re.compile(r"(?<![<>!:])(?<!\\not)=")
+_SAID_EQUAL = re.compile(r"(?<![<>!:])(?<!\\not)=|\\approx(?![a-z])|≈")
 _NAMED = re.compile(r"[a-zA-Z]\s*=\s*(.+)")
 _OTHER_NAME = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]|[,;]")
+_SEVERAL = re.compile(r"[,;]|\b(?:or|and)\b")
 # What is still to be done is no answer, unless the gold answer leaves it, too.
 _UNDONE = re.compile(r"\\(?:sum|prod|i*nt|lim|gcd|det)(?![a-z])")
 _CHAIN = re.compile(r"([^<>=]+)(<=|<)([a-zA-Z])(<=|<)([^<>=]+)")
 _ONE_SIDED = re.compile(r"([a-zA-Z])(<=|<|>=|>)([^<>=]+)")
 _RELATION = re.compile(r"(<=|>=|<|>)")
+_QUOTES = [(mark, mark) for mark in ('"', "'", "`", "**")]
 _CONSTANTS = ("pi", "oo", "inf", "infty", "infinity")
 _SMALL = Fraction(1, 10**4)
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
@@ -60,10 +65,14 @@ _NO_UNIT = rf"(?![^{{}}]*\b(?:{'|'.join(NO_UNITS)})\b)(?!(?:squared|cubed|[ap]m|
 _END_OF_UNIT = r"(?:\s*\^\s*(?:\d|\{\s*\d\s*\}))?[.\s]*$"
 _UNIT = re.compile(
     r"(?:(?<=[\d)}])|(?<=\\pi)|(?<=\\circ))(?:\\[,;:! ]|[~\s])*\\(?:text|textrm|mathrm|mbox)\s*\{[~\s]*"
-    rf"{_NO_UNIT}([a-zA-Z][^{{}}\d]*)\}}{_END_OF_UNIT}",
+    rf"{_NO_UNIT}([a-zA-Z][^{{}}\d]*?)(?:\^\d)?\}}{_END_OF_UNIT}",
     re.IGNORECASE,
 )
-_PLAIN_UNIT = re.compile(rf"(?<=\d)\s+{_NO_UNIT}([a-zA-Z][a-zA-Z /]*){_END_OF_UNIT}", re.IGNORECASE)  # `18 dollars`
+_PLAIN_UNIT = re.compile(  # `18 dollars`, `12cm`, `25 °C`
+    r"(?<=\d)(?:\s+|\s*°\s*|(?=(?:[cmk]m|[mk]g|ml|ft|mph|min|hrs?)\b))"
+    rf"{_NO_UNIT}([a-zA-Z][a-zA-Z /-]*){_END_OF_UNIT}",
+    re.IGNORECASE,
+)
 _LARGE_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*(?:\d{5}|[^{}]*\^)")  # what is computed while it is read
 _POWER = r"(\w+|\{[^{}]*\}|[\ue000-\uf8ff])"
 _TOWER = re.compile(rf"\^{_POWER}\^{_POWER}(?!\^)")
@@ -289,7 +298,8 @@ def _bare(text: str) -> str:
     text = text.replace("∞", r"\infty ").replace("∪", r"\cup ").replace("∈", r"\in ").replace("{,}", ",")
     text = re.sub(r"√\s*(\w+)", r"\\sqrt{\1}", text).replace("√", r"\sqrt")
     text = re.sub(r"\\[!,;:]|\\left(?![a-z])|\\right(?![a-z])|\\(?:q?quad|displaystyle)(?![a-z])", "", text)
-    text = re.sub(r"^\s*\\?[$€£]\s*(?=[-\d.])", "", text)
+    text = re.sub(r"^\s*(?:US)?\\?[$€£¥₹]\s*(?=[-\d.])|(?<=\d)\s*\\?[$€£¥₹¢]\s*$", "", text)
+    text = re.sub(r"(?<=\d)\s*\^?\{?(?:st|nd|rd|th)\}?(?=[.\s]*$)", "", text)
     text = re.sub(r"(?<=\d)\s*percent$", "%", text.rstrip(". ").strip())
     return re.sub(r"^([-+]?\d+) and (?:a|one) half$", r"\1 1/2", text)
 
@@ -299,7 +309,7 @@ def _unwrapped(text: str) -> str:
     text = text.strip().rpartition("####")[2].strip()
     boxed = last_boxed(text)
     text = (boxed if boxed is not None else text).strip()
-    for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+    for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), *_QUOTES):
         if text.startswith(left) and text.endswith(right) and len(text) >= len(left) + len(right):
             text = text[len(left) : len(text) - len(right)].strip()
     return text
@@ -314,7 +324,8 @@ def _squeezed(text: str) -> str:
 def _alone(text: str) -> str:
     """The number in an answer that says what it is, as in `x = 5` and `12 + 34 = 46`, or has brackets around it."""
     _, *middle, last = _SAID_EQUAL.split(f"={text}")
-    if not any(map(_OTHER_NAME.search, middle[1:])) and not re.search("[,;]", "".join(middle[:1])):
+    first = re.sub(r"\([^()]*\)", "", "".join(middle[:1]))
+    if not any(map(_OTHER_NAME.search, middle[1:])) and not _SEVERAL.search(first):
         text = last.strip()
     wrapped = _WRAPPED.fullmatch(text)
     return wrapped[1] if wrapped else text
@@ -334,8 +345,11 @@ def _values(text: str) -> list[Fraction]:
     """The number that a text is, twice for a percentage; empty where it is none."""
     if len(text) > MAX_DIGITS:
         return []
-    text = re.sub(r"^\(?([^()]*?)\)?_\{?10\}?$", r"\1", " ".join(text.split()))
-    text = _FRACTION.sub(r"\1\2/\3\4", re.sub(r"(?<=\d)(?=\\[dt]?frac)", " ", text))
+    text = re.sub(r"\s*([/{}%])\s*", r"\1", " ".join(text.split()))
+    text = re.sub(r"^\(?([^()]*?)\)?_\{?10\}?$", r"\1", text)
+    text = _FRACTION.sub(r"\1\2/\3\4", re.sub(r"(?<=\d)(?=\\[cdt]?frac)", " ", text))
+    while signed := _SIGNED.fullmatch(text):
+        text = signed[4][1:] if signed[4] else f"{signed[1]}{signed[2] or signed[3] or ''}"
     if (mixed := _MIXED.fullmatch(text)) and int(mixed[4]):
         return [(int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4]))) * (-1 if mixed[1] == "-" else 1)]
     if scientific := _SCIENTIFIC.fullmatch(text):
