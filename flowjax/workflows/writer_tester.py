@@ -41,8 +41,8 @@ The program:
 {program}
 ```
 
-Write {count} tests that a right program passes and a wrong one is likely to fail. Work out each result from the
-problem, not from the program. Reason first; then end with one ```json block: {form}"""
+Write {count} tests of different inputs that a right program passes and a wrong one is likely to fail. Work out each
+result from the problem, not from the program. Reason first; then end with one ```json block: {form}"""
 FORM = {
     True: 'a list of {"input": [the arguments of one call], "output": what it returns}.',
     False: 'a list of {"input": "all of standard input", "output": "all that is printed"}.',
@@ -160,16 +160,19 @@ def _review(tested: Observation) -> str:
 def parse_tests(reply: str, style: Style, *, has_entry: bool) -> list[Test]:
     """The first `TESTS` tests of a reply, none where it holds fewer: the input and result of each.
 
-    They stand in the last ```json block, or else between the first "[" and the last "]". Data that is nested deeper
-    than `MAX_NESTING` is no test.
+    Tests of the same input are one: one test written twice is right more often than two. They stand in the last ```json
+    block, or else between the first "[" and the last "]". Data that is nested deeper than `MAX_NESTING` is no test.
     """
     tests = _compact_tests(reply) if style == "compact" else _json_tests(without_thoughts(reply))
+    kept: list[Test] = []
     for given, wanted in tests:
         if not (isinstance(given, list) if has_entry else isinstance(given, str) and isinstance(wanted, str)):
             return []
         if _nested([given, wanted], MAX_NESTING):
             return []
-    return tests[:TESTS] if len(tests) >= TESTS else []
+        if len(kept) < TESTS and all(given != other for other, _ in kept):
+            kept.append((given, wanted))
+    return kept if len(kept) == TESTS else []
 
 
 def _nested(value: Any, most: int) -> bool:

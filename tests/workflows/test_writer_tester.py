@@ -107,6 +107,9 @@ def trajectory(part: AgentTurns) -> Trajectory:
         ('[{"input": [1], "output": 2}, {"input": [1], "output": 2}]', False, []),  # what is read is a text
         ('[{"input": "1", "output": 2}, {"input": "1", "output": "2"}]', False, []),
         ('[{"input": [1], "output": 2}]', True, []),
+        ('[{"input": [1], "output": 2}, {"input": [1.0], "output": 3}]', True, []),
+        ('[{"input": [1], "output": 2}, {"input": [1], "output": 2}, {"input": [3], "output": 4}]', True,
+         [([1], 2), ([3], 4)]),
         ('[{"input": [1]}, {"output": 2}]', True, []),
         ('{"input": [1], "output": 2}', True, []),
         ("[1, 2]", True, []),
@@ -119,6 +122,11 @@ def trajectory(part: AgentTurns) -> Trajectory:
 )  # fmt: skip
 def test_tests_are_read_from_a_reply(reply, has_entry, tests):
     assert parse_tests(reply, "instruct", has_entry=has_entry) == tests
+
+
+def test_one_test_written_twice_is_one():
+    assert parse_tests("2 gives 5 and 2 gives 5", "compact", has_entry=True) == []
+    assert parse_tests("2 gives 5 and 1 gives 4", "compact", has_entry=True) == [([2], 5), ([1], 4)]
 
 
 @pytest.mark.parametrize("style", ["compact", "instruct"])
