@@ -155,9 +155,11 @@ def _start(fields: Mapping[str, Any]) -> str:
     return f"Start from this:\n```python\n{code.rstrip()}\n```" if code else ""
 
 
-# What the judges of these problems import for a program; the builtins come last, as `math` has a `pow` of its own.
-_NAMES = ("typing", "bisect", "collections", "functools", "heapq", "itertools", "math", "builtins")
-_STARTER = "import copy, operator, re, sys\n" + "\n".join(f"import {name}; from {name} import *" for name in _NAMES)
+# What the judges of these problems import for a program. Names before modules, so that `bisect` is the module; builtins
+# are the last of the names, as `math` has a `pow` of its own.
+_MODULES = ("typing", "bisect", "collections", "functools", "heapq", "itertools", "math", "builtins")
+_STARTER = "\n".join(f"from {name} import *" for name in _MODULES)
+_STARTER += f"\nimport copy, operator, re, sys, {', '.join(_MODULES)}"
 
 
 class _NoGlobals(pickle.Unpickler):
