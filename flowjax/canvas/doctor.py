@@ -90,11 +90,11 @@ async def _answers(name: str, backend: Backend, timeout_s: float) -> Finding:
     try:
         async with asyncio.timeout(timeout_s):
             completion = await backend.complete(request)
+        seconds, text = time.monotonic() - started_s, " ".join(completion.text.split())[:60]
     except TimeoutError:
         return Finding(subject, False, f"no answer within {timeout_s:g} s")
     except Exception as error:  # whatever a backend raises is what there is to say of it
         return Finding(subject, False, f"no answer: {type(error).__name__}: {error}")
-    seconds, text = time.monotonic() - started_s, " ".join(completion.text.split())[:60]
     if isinstance(backend, OpenAIBackend) and backend.structured and (fault := await _schema_fault(backend, timeout_s)):
         return Finding(subject, False, fault)
     return Finding(subject, True, f"answers in {seconds:.1f} s: {text!r}")

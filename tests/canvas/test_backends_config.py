@@ -1,11 +1,12 @@
 """Backends from a config: what is wrong is said at start-up, with its remedy and without secrets."""
 
 import asyncio
+import sys
 
 import pytest
 
 from flowjax.canvas.backends import OfflineBackend, Request
-from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
+from flowjax.canvas.backends.config import BackendConfigError, backends_from_config, read_backends
 from flowjax.canvas.backends.openai import OpenAIBackend
 from tests.canvas.toy_operators import Echo
 
@@ -125,6 +126,36 @@ def test_a_backend_of_ones_own():
     (backend,) = backends_from_config({"mine": {"kind": kind, "name": "mine", "tokens": 3}}).values()
     assert isinstance(backend, Echo) or type(backend).__name__ == "Echo"
     assert backend.identity == "mine"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return None", r"backends\.mine: own_backend:make gives None, which is no backend: give an object with"),
+        ("return type('Nameless', (), {'complete': print})()", r"which is no backend: give an object with `identity`"),
+        ("raise OSError('no such model folder')", r"own_backend:make cannot be had \(OSError: no such model folder\)"),
+    ],
+)
+def test_what_is_no_backend_is_refused_before_a_workflow_is_blamed(tmp_path, monkeypatch, body, message):
+    (tmp_path / "own_backend.py").write_text(f"def make():\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_backend", raising=False)
+    with pytest.raises(BackendConfigError, match=message):
+        backends_from_config({"mine": {"kind": "own_backend:make"}})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"backends": ["a"]}', r"backends is \('a',\): give an object"),
+        ('{"backends": "http://127.0.0.1:8000/v1"}', r"backends is 'http://127\.0\.0\.1:8000/v1': give an object"),
+        ('{"backends": {"a": {}}, "default_backend": ["a"]}', r"default_backend is \['a'\]: use one of a"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(tmp_path, text, message):
+    (tmp_path / "backends.json").write_text(text)
+    with pytest.raises(BackendConfigError, match=message):
+        read_backends(str(tmp_path / "backends.json"))
 
 
 def test_an_offline_backend():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,11 @@ class Asleep:
         raise AssertionError("never reached")
 
 
+class Wordy(Ready):
+    async def complete(self, request: Request) -> Any:
+        return "ready"  # and no Completion
+
+
 @pytest.fixture
 def no_isolation(monkeypatch: pytest.MonkeyPatch):
     """A machine without bubblewrap."""
@@ -52,13 +58,14 @@ def no_isolation(monkeypatch: pytest.MonkeyPatch):
 
 def test_each_backend_is_asked():
     """Published: a backend that is missing from the config becomes another one at another address, without a word."""
-    backends = {"small": Ready(), "large": Away(), "slow": Asleep()}
+    backends = {"small": Ready(), "large": Away(), "slow": Asleep(), "wordy": Wordy()}
     found = {finding.subject: finding for finding in asyncio.run(doctor.examine(backends, timeout_s=2.0))}
     assert found["isolation"].works and found["isolation"].text.startswith("bubblewrap")
     assert found["operators"].works and found["operators"].text.startswith("14: Plan, Decompose")
     assert found["backend small"].works and "'Ready.'" in found["backend small"].text
     assert not found["backend large"].works and "connection refused" in found["backend large"].text
     assert not found["backend slow"].works and "within 2 s" in found["backend slow"].text
+    assert not found["backend wordy"].works and "AttributeError" in found["backend wordy"].text
 
 
 def test_programs_are_refused_without_isolation(no_isolation: None, caplog: pytest.LogCaptureFixture):

@@ -115,8 +115,10 @@ def read_backends(source: str) -> tuple[Mapping[str, Any], str]:
     options = read_options(source, "--backends")
     if "backends" in options or not source.partition(":")[0].endswith(".py"):
         backends = options.get("backends", options)
+        if not isinstance(backends, Mapping):
+            raise BackendConfigError(f"backends is {shown(backends)}: give an object, the options of each by its name")
         default = options.get("default_backend") or next(iter(backends), "")
-        if backends and default not in backends:
+        if backends and default not in list(backends):
             raise BackendConfigError(f"default_backend is {default!r}: use one of {', '.join(backends)}")
         return backends, default
     raise BackendConfigError(
@@ -185,9 +187,20 @@ def _of_path(where: str, path: str, given: Options) -> Backend:
     make: Callable[..., Backend] = load_named(f"{where}.kind", path, BackendConfigError)
     try:
         _check_types(where, given, declared_types(make.__init__ if isinstance(make, type) else make))
-        return make(**given)
+        backend = make(**given)
     except TypeError as error:
         raise BackendConfigError(f"{where}: {path} does not take the options {sorted(given)}: {error}") from error
+    except BackendConfigError:
+        raise
+    except Exception as error:  # a module of the user's own may fail in any way
+        raise BackendConfigError(f"{where}: {path} cannot be had ({type(error).__name__}: {error}): mend it") from error
+    # One without them fails only when it is asked, and then as if the workflow were at fault.
+    if not isinstance(getattr(backend, "identity", None), str) or not callable(getattr(backend, "complete", None)):
+        raise BackendConfigError(
+            f"{where}: {path} gives {shown(backend)}, which is no backend: give an object with `identity`, a text, and "
+            "`async def complete(self, request)`"
+        )
+    return backend
 
 
 def _check_pattern(where: str, pattern: str) -> None:
