@@ -124,14 +124,12 @@ class Cache:
                 return None
             try:
                 row = self._file.execute("SELECT outputs FROM results WHERE key = ?", (key,)).fetchone()
-            except sqlite3.Error as error:
+                outputs = None if row is None else _read(row[0])
+            except (sqlite3.Error, ValueError) as error:
                 _log.warning("The cache file could not be read: %s", error)
                 return None
-            if row is None:
+            if outputs is None:
                 return None
-            outputs = {  # JSON has made lists of the tuples
-                name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(row[0]).items()
-            }
             self._remember(key, outputs)
             return outputs
 
@@ -140,7 +138,11 @@ class Cache:
             self._remember(key, outputs)
             if self._file is not None:
                 try:
-                    self._file.execute("INSERT OR IGNORE INTO results VALUES (?, ?)", (key, json.dumps(dict(outputs))))
+                    # In place of one that is there: it was damaged, or another process has made it meanwhile.
+                    self._file.execute(
+                        "INSERT INTO results VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET outputs = excluded.outputs",
+                        (key, json.dumps(dict(outputs))),
+                    )
                 except sqlite3.Error as error:
                     _log.warning("The cache file could not be written: %s", error)
 
@@ -194,6 +196,22 @@ def _fingerprint(operator: type[Operator]) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
+
+
+def _read(text: str) -> State:
+    """Outputs as they stand in the file.
+
+    Raises:
+        ValueError: they are damaged.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{text[:60]!r} holds no outputs")
+    # JSON has made lists of the tuples.
+    outputs = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    if damaged := [name for name, value in outputs.items() if not isinstance(value, str | bool | tuple)]:
+        raise ValueError(f"{damaged[0]} holds no value of an output")
+    return outputs
 
 
 def _size_bytes(outputs: State) -> int:

@@ -333,6 +333,21 @@ def test_a_file_that_breaks_does_not_break_runs(tmp_path, caplog):
     assert "could not be written" in caplog.text
 
 
+@pytest.mark.parametrize("damaged", ['{"answ', "[1]", "null", '{"answer": 3}'])
+def test_a_damaged_result_is_made_anew_and_mended(tmp_path, damaged):
+    for _ in range(2):
+        cache = Cache(path=tmp_path / "results.sqlite")
+        assert go("B", B, cache=cache).answer == "b" and cache.misses == 1
+        assert cache._file is not None
+        cache._file.execute("UPDATE results SET outputs = ?", (damaged,))
+        cache.close()
+    cache = Cache(path=tmp_path / "results.sqlite")
+    assert go("B -> B", B, cache=cache).answer == "bb"
+    cache.close()
+    cache = Cache(path=tmp_path / "results.sqlite")
+    assert go("B", B, cache=cache).answer == "b" and cache.hits == 1
+
+
 def test_the_result_of_a_check_is_cached_with_its_flag():
     yes, cache = checking("Yes", lambda _: True), Cache()
     for _ in range(2):
