@@ -234,9 +234,18 @@ class CallContext:
         seed: int = 0,
         schema: Mapping[str, Any] | None = None,
     ) -> str:
-        """See `flowjax.canvas.operators.Context`."""
+        """See `flowjax.canvas.operators.Context`.
+
+        Raises:
+            TypeError: these are no messages. To a backend they would be an outage of its own.
+        """
+        messages = tuple(messages)
+        for each in messages:
+            said = [each.get(name) for name in ("role", "content")] if isinstance(each, Mapping) else [None]
+            if not all(isinstance(text, str) for text in said):
+                raise TypeError(f'ask takes a list of messages such as {{"role": "user", "content": text}}: {each!r}')
         request = Request(
-            tuple(messages),
+            messages,
             self._sampling.temperature if temperature is None else temperature,
             self._sampling.top_p,
             self._sampling.max_new_tokens,

@@ -223,6 +223,19 @@ def test_a_plug_in_that_raises_is_the_error_of_its_node(caplog):
     assert "Traceback" in caplog.text  # for whoever wrote it
 
 
+@pytest.mark.parametrize("messages", ["What is it?", {"role": "user", "content": "?"}, [{"role": "user"}], ["?"]])
+def test_what_are_no_messages_is_the_operators_error_and_no_outage(messages):
+    class Plain(Ask):
+        name = "Plain"
+
+        async def run(self, inputs, context):
+            return {"answer": await context.ask(messages)}
+
+    result = go("A -> Plain", A, Plain)
+    assert (result.status, result.answer, result.usage.calls) == ("error", "a", 0)
+    assert 'takes a list of messages such as {"role": "user"' in result.error
+
+
 @pytest.mark.parametrize("error", [RuntimeError(""), TimeoutError(), asyncio.CancelledError()])
 def test_errors_without_words_are_errors_too(error):
     result = go("A -> Bad", A, failing("Bad", error))
