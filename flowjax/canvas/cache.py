@@ -161,7 +161,7 @@ def key_of(
     operator: type[Operator], instruction: str, inputs: State, *, problem: str, backend: str, sampling: str, seed: int
 ) -> str:
     """The key of a result. `problem` is its digest, `backend` its identity, `sampling` all that it is sampled with."""
-    parts = [_fingerprint(operator), instruction, dict(inputs), problem, backend, sampling, seed]
+    parts = [fingerprint(operator), instruction, dict(inputs), problem, backend, sampling, seed]
     return _digest(json.dumps(parts, sort_keys=True))
 
 
@@ -179,7 +179,7 @@ def problem_digest(problem: Problem) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _fingerprint(operator: type[Operator]) -> str:
+def fingerprint(operator: type[Operator]) -> str:
     """Identity of an operator: the source of its modules and its plain attributes, so that changed code runs again."""
     parts: list[Any] = [operator.name]
     for base in operator.__mro__:

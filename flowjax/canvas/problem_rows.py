@@ -19,6 +19,7 @@ import numpy as np
 
 from flowjax.canvas.backends import Backend
 from flowjax.canvas.backends.config import BackendConfigError
+from flowjax.canvas.cache import fingerprint, problem_digest
 from flowjax.canvas.context import Budget, Sandbox
 from flowjax.canvas.graph import Workflow, WorkflowError
 from flowjax.canvas.operators.registry import OperatorRegistryError
@@ -57,11 +58,18 @@ class Job:
     temperature: float
     most_calls: int | None = None
 
-    def key(self, record: Record, file: Path, backends: Mapping[str, Backend], default: str) -> str:
-        """Equal for rows that are interchangeable: the same workflow, problem, grading, model and temperature."""
+    def key(
+        self, record: Record, file: Path, operators: Operators, backends: Mapping[str, Backend], default: str
+    ) -> str:
+        """Equal for rows that are interchangeable: the same workflow, problem, grading, model and temperature, and the
+        same code of operators that are not ours."""
         identities = {name: backend.identity for name, backend in backends.items()}
-        asked = [show(self.workflow), self.temperature, identities, default, file.name, record.row, record.problem.text]
+        problem = problem_digest(record.problem)
+        asked = [show(self.workflow), self.temperature, identities, default, file.name, record.row, problem]
         asked += [self.most_calls] if self.most_calls is not None else []
+        used = {call.operator for call in self.workflow.calls()}
+        found = (operators[name] for name in sorted(used) if name in operators)
+        asked += [fingerprint(each) for each in found if not each.__module__.startswith("flowjax.canvas.")]
         graded = [list(record.gold), repr(record.tests)]
         return hashlib.blake2b(json.dumps([asked, graded], sort_keys=True).encode(), digest_size=12).hexdigest()
 
@@ -146,7 +154,8 @@ async def play(
 ) -> list[dict[str, Any]]:
     """The rows of a job, in the order of the problems; those that are missing are played and kept."""
     slots = asyncio.Semaphore(at_once)
-    keys = [job.key(record, path, backends, default) for path, record in wanted]
+    away: list[BackendAway] = []
+    keys = [job.key(record, path, operators, backends, default) for path, record in wanted]
     settings: dict[str, Any] = {"operators": operators, "backends": backends, "default_backend": default}
     settings |= {"sandbox": Sandbox(packages=packages), "budget": Budget(calls=job.most_calls)}
 

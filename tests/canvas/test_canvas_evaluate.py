@@ -1,6 +1,9 @@
 """Workflows over files of problems: hand counts, what is kept, and what is asked again."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,33 @@ def test_a_second_run_asks_nothing_and_one_that_was_cut_asks_for_the_rest(tmp_pa
     assert "left out: 3" in capsys.readouterr().err
     backends(tmp_path, RULES, seed=1)  # another model: nothing of the first holds for it
     assert main(command) == 0 and len(kept(tmp_path)) == 8
+
+
+def test_a_row_holds_for_the_code_of_an_operator_of_ones_own_and_for_all_of_a_problem(tmp_path, command):
+    own = tmp_path / "own_operator.py"
+    source = (
+        "from flowjax.canvas.operators import PROBLEM, Operator\n"
+        "from flowjax.canvas.values import Field\n"
+        "class Own(Operator):\n"
+        "    name, description, role, instruction = 'Own', 'answers', 'solver', ''\n"
+        "    inputs, outputs = (PROBLEM,), (Field('answer'),)\n"
+        "    async def run(self, inputs, context): return {'answer': '41'}\n"
+    )
+
+    def accuracy() -> float:  # in a process of its own, as an edit of the file is read
+        argv = [*command[1:], "--workflow=Own", "--operators", "own_operator:Own"]
+        subprocess.run([sys.executable, "-m", "flowjax.canvas.evaluate", *argv], check=True, cwd=tmp_path, env=paths)
+        return json.loads((tmp_path / "out/results.json").read_text())["workflow"]["accuracy"]
+
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(tmp_path)])}
+    own.write_text(source)
+    assert accuracy() == 0.0
+    own.write_text(source.replace("41", "42"))
+    assert accuracy() == 0.25 and len(kept(tmp_path)) == 8
+    assert accuracy() == 0.25 and len(kept(tmp_path)) == 8
+    rows = [{**row, "context": "France is a country."} if row["source"] == "nq" else row for row in ROWS]
+    (tmp_path / "problems/test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert accuracy() == 0.25 and len(kept(tmp_path)) == 9
 
 
 def identity_of(rules: list[dict[str, Any]]) -> str:
