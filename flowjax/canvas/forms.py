@@ -82,7 +82,7 @@ def read_workflow(source: str) -> Workflow:
         return parse(source)
     try:
         return from_json(json.loads(Path(source).read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WorkflowError(f"{source} cannot be read ({error}): give a file of a workflow's JSON form") from error
 
 

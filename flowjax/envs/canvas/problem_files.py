@@ -263,7 +263,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                     if "\\u" in line:  # else there is none, and tests may be long
                         check_characters(f"{path}, row {number}", json.dumps(row, ensure_ascii=False))
                     yield number, row
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, WorldError):
             raise
         kind = NotReady if isinstance(error, FileNotFoundError) else WorldError
