@@ -50,6 +50,7 @@ from flowjax.canvas.problem_rows import (
     play,
     question_of,
     read_problems,
+    refuse_below,
     write_results,
     write_rows,
 )
@@ -238,8 +239,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sc_temperature", type=float, default=0.7, help="of self-consistency's calls")
     parser.add_argument("--limit", type=int, default=0, help="problems of each file; 0: all")
     arguments = parser.parse_args(argv)
-    if arguments.at_once < 1 or arguments.limit < 0:
-        parser.error(f"--at_once={arguments.at_once} and --limit={arguments.limit}: give at least 1, and at least 0")
+    refuse_below(parser, arguments, {"at_once": 1, "limit": 0, "temperature": 0, "sc_temperature": 0})
     if not (arguments.workflow or arguments.checkpoint):
         parser.error("it is not said what is to be evaluated: give --workflow or --checkpoint")
     if (arguments.workflow or arguments.baselines) and not arguments.backends:

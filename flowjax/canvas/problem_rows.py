@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -127,10 +128,20 @@ def _packages_folder(path: str) -> str:
     return path
 
 
+def refuse_below(parser: argparse.ArgumentParser, arguments: argparse.Namespace, least: Mapping[str, float]) -> None:
+    """End the command where a number is less than it may be, or none."""
+    for name, bound in least.items():
+        if not getattr(arguments, name) >= bound:
+            parser.error(f"--{name}={getattr(arguments, name)}: give at least {bound}")
+
+
 def exit_status(work: Callable[[], None]) -> int:
     """The status that a command ends with, and words on standard error where it is not 0."""
     try:
         work()
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BackendAway as error:
         print(f"{error}; the same command goes on from here", file=sys.stderr)
         return 1
@@ -152,7 +163,10 @@ async def play(
     at_once: int,
     packages: tuple[str, ...],
 ) -> list[dict[str, Any]]:
-    """The rows of a job, in the order of the problems; those that are missing are played and kept."""
+    """The rows of a job, in the order of the problems; those that are missing are played and kept.
+
+    Where a backend is away no further problem is begun; those that are under way come to their ends, and are kept.
+    """
     slots = asyncio.Semaphore(at_once)
     away: list[BackendAway] = []
     keys = [job.key(record, path, operators, backends, default) for path, record in wanted]
@@ -161,16 +175,13 @@ async def play(
 
     async def one(key: str, path: Path, record: Record) -> None:
         async with slots:
-            if key in rows:  # of an earlier start, or of another name for the same workflow
+            if key in rows or away:  # of an earlier start, or of another name for the same workflow
                 return
-            played = await run(job.workflow, record.problem, temperature=job.temperature, **settings)
-            for _ in range(_TRIES - 1):
-                if played.status == "executor_error":
-                    await asyncio.sleep(_PAUSE_S)
-                    played = await run(job.workflow, record.problem, temperature=job.temperature, **settings)
-            if played.status == "executor_error":
-                raise BackendAway(f"{job.name}, {path.name} row {record.row}: {played.error}")
-            row = await asyncio.to_thread(_row, key, job, path, record, played, packages)
+            try:
+                row = await _played(key, job, path, record, settings)
+            except BackendAway as error:
+                away.append(error)
+                return
             with file.open("a", encoding="utf-8") as kept:
                 kept.write(json.dumps(row, default=str) + "\n")
             rows[key] = row
@@ -181,7 +192,23 @@ async def play(
                 group.create_task(one(key, path, record))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    if away:
+        raise away[0]
     return [rows[key] for key in keys]
+
+
+async def _played(key: str, job: Job, path: Path, record: Record, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises:
+    BackendAway: after some tries.
+    """
+    played = await run(job.workflow, record.problem, temperature=job.temperature, **settings)
+    for _ in range(_TRIES - 1):
+        if played.status == "executor_error":
+            await asyncio.sleep(_PAUSE_S)
+            played = await run(job.workflow, record.problem, temperature=job.temperature, **settings)
+    if played.status == "executor_error":
+        raise BackendAway(f"{job.name}, {path.name} row {record.row}: {played.error}")
+    return await asyncio.to_thread(_row, key, job, path, record, played, settings["sandbox"].packages)
 
 
 def _row(

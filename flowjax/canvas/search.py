@@ -54,6 +54,7 @@ from flowjax.canvas.problem_rows import (
     markdown,
     play,
     read_problems,
+    refuse_below,
     write_results,
 )
 from flowjax.canvas.text import parse, show
@@ -458,9 +459,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="of calls; at 0 equal branches answer alike")
     parser.add_argument("--seed", type=int, default=0, help="of problems and random changes")
     arguments = parser.parse_args(argv)
-    for name, least in {"calls": 1, "calls_each": 1, "problems": 1, "at_once": 1, "seed": 0, "temperature": 0}.items():
-        if getattr(arguments, name) < least:
-            parser.error(f"--{name}={getattr(arguments, name)}: give at least {least}")
+    least = {"calls": 1, "calls_each": 1, "problems": 1, "at_once": 1, "seed": 0, "temperature": 0}
+    refuse_below(parser, arguments, least)
     return exit_status(lambda: asyncio.run(_search(arguments)))
 
 

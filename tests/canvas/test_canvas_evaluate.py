@@ -145,6 +145,53 @@ def test_a_backend_that_goes_away_keeps_what_was_played(tmp_path, command, capsy
     assert main([*command, "--at_once=1"]) == 0 and len(kept(tmp_path)) == 4  # two calls for each of the other two
 
 
+def test_problems_under_way_where_a_backend_goes_away_come_to_their_ends(tmp_path, command, capsys, monkeypatch):
+    monkeypatch.setattr("flowjax.canvas.problem_rows._PAUSE_S", 0.0)
+    (tmp_path / "half_backend.py").write_text(
+        "import asyncio\n"
+        "from flowjax.canvas.backends import BackendUnavailable, Completion\n"
+        "from flowjax.canvas.values import Usage\n"
+        "class Half:\n"
+        "    identity = 'half'\n"
+        "    def __init__(self): self.failed = 0\n"
+        "    async def complete(self, request):\n"
+        "        if '6 times 7' in request.messages[0]['content']:\n"
+        "            self.failed += 1\n"
+        "            raise BackendUnavailable('gone for lunch')\n"
+        "        while self.failed < 3: await asyncio.sleep(0)\n"
+        "        for _ in range(100): await asyncio.sleep(0)\n"
+        "        return Completion('Answer: 42', Usage(1, 5, 2, 0.0))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "backends.json").write_text(json.dumps({"main": {"kind": "half_backend:Half"}}))
+    assert main([*command, "--at_once=2"]) == 1
+    assert "row 1: gone for lunch" in capsys.readouterr().err
+    assert [row["row"] for row in kept(tmp_path)] == [2]  # which was paid for; the others were not begun
+
+
+@pytest.mark.parametrize("flag", ["--temperature=-1", "--temperature=nan", "--sc_temperature=-1", "--at_once=0"])
+def test_an_impossible_number_is_refused(command, capsys, flag):
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, flag])
+    assert f"{flag.partition('=')[0]}=" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_interrupt_is_one_line(command, capsys, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flowjax.canvas.evaluate.read_problems", interrupted)
+    assert main(command) == 130
+    assert capsys.readouterr().err == "interrupted; the same command goes on from here\n"
+
+
+def test_a_row_that_is_nested_without_end_is_refused(tmp_path, command, capsys):
+    deep = f'{{"problem": "?", "answer": {"[" * 100_000}1{"]" * 100_000}}}\n'
+    (tmp_path / "problems/test.jsonl").write_text(deep)
+    assert main(command) == 2
+    assert "cannot be read as JSON lines" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
