@@ -1,5 +1,6 @@
 """`python -m flowjax.canvas.run`: a workflow from its text or JSON form, and what it says when something is wrong."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -82,6 +83,30 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         assert main([*options, "--workflow=Custom"]) == 1
         told = capsys.readouterr()
         assert told.out == "" and told.err.startswith("executor_error: ") and "HTTP 401" in told.err
+
+
+@pytest.mark.parametrize("flag", ["svg", "json", "save", "export"])
+def test_what_cannot_be_written_is_refused_before_anything_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+):
+    with endpoint(lambda body: chat("Answer: 42")) as server:
+        command = [backends(tmp_path, server.url), "--problem=?", "--workflow=Custom"]
+        assert main([*command, f"--{flag}={tmp_path / 'nowhere/file'}"]) == 2
+        assert "nowhere/file: No such file or directory" in capsys.readouterr().err and server.bodies == []
+
+
+def test_an_answer_is_printed_before_files_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "run.json")
+
+    with endpoint(lambda body: chat("Answer: 42")) as server:
+        command = [backends(tmp_path, server.url), "--problem=?", "--workflow=Custom"]
+        monkeypatch.setattr(Path, "write_text", full)
+        assert main([*command, f"--json={tmp_path / 'run.json'}"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "42\n" and "run.json: No space left on device" in printed.err
 
 
 def test_a_recipe_that_leaves_the_executor_to_its_world_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -15,8 +15,9 @@ the command.
 import argparse
 import asyncio
 import json
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -31,7 +32,8 @@ from flowjax.canvas.run import run
 from flowjax.canvas.values import NodeEvent, Problem, ProblemKind, WorkflowRun
 
 
-async def _run(arguments: argparse.Namespace) -> WorkflowRun:
+async def _run(arguments: argparse.Namespace) -> tuple[WorkflowRun, dict[str, Callable[[], str]]]:
+    """The run, and what makes the texts to be written, by their paths."""
     workflow = read_workflow(arguments.workflow)
     operators = load_operators(arguments.operators)
     text = arguments.problem
@@ -41,6 +43,8 @@ async def _run(arguments: argparse.Namespace) -> WorkflowRun:
     async with open_backends(config) as backends:
         if faults := problems(workflow, operators, backends):
             raise WorkflowError(" ".join(faults))
+        for path in filter(None, (arguments.svg, arguments.json, arguments.save)):
+            Path(path).open("a").close()  # what cannot be written is refused before anything is asked
         if arguments.export:
             written = python_form(
                 workflow,
@@ -61,13 +65,12 @@ async def _run(arguments: argparse.Namespace) -> WorkflowRun:
             on_event=_EventPrinter() if arguments.verbose or arguments.stream else None,
             stream=arguments.stream,
         )
-    if arguments.svg:
-        Path(arguments.svg).write_text(svg(workflow, result, operators), encoding="utf-8")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
-    if arguments.save:
-        Path(arguments.save).write_text(json.dumps(to_json(workflow), indent=1), encoding="utf-8")
-    return result
+    wanted = {
+        arguments.svg: lambda: svg(workflow, result, operators),
+        arguments.json: lambda: json.dumps(result.to_json(), indent=1),
+        arguments.save: lambda: json.dumps(to_json(workflow), indent=1),
+    }
+    return result, {path: text for path, text in wanted.items() if path}
 
 
 class _EventPrinter:
@@ -105,6 +108,16 @@ def _print_lines(about: str, lines: Sequence[str]) -> None:
         print(f"{about} | {line}", file=sys.stderr)
 
 
+def _report(result: WorkflowRun) -> None:
+    usage = result.usage
+    tokens = usage.prompt_tokens + usage.sampled_tokens
+    print(f"{result.status}: {usage.calls} calls, {tokens} tokens, {usage.cost:g} cost", file=sys.stderr)
+    for line in dict.fromkeys(result.errors):
+        print(line, file=sys.stderr)
+    if result.answer:
+        print(result.answer)
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m flowjax.canvas.run", description="Run a workflow on a problem.")
     parser.add_argument("--workflow", required=True, help="a workflow's text, or a file of its JSON form")
@@ -120,7 +133,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--verbose", action="store_true", help="print each call as it starts and ends")
     parser.add_argument("--stream", action="store_true", help="print replies, too, as they are written")
     try:
-        result = asyncio.run(_run(parser.parse_args(argv)))
+        result, texts = asyncio.run(_run(parser.parse_args(argv)))
+        _report(result)  # before anything can fail: it is paid for
+        for path, text in texts.items():
+            Path(path).write_text(text(), encoding="utf-8")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (WorkflowError, BackendConfigError, OperatorRegistryError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -130,13 +149,6 @@ def main(argv: Sequence[str]) -> int:
     except UnicodeDecodeError as error:
         print(f"the file of --problem is no text ({error}): give one in UTF-8", file=sys.stderr)
         return 2
-    usage = result.usage
-    tokens = usage.prompt_tokens + usage.sampled_tokens
-    print(f"{result.status}: {usage.calls} calls, {tokens} tokens, {usage.cost:g} cost", file=sys.stderr)
-    for line in dict.fromkeys(result.errors):
-        print(line, file=sys.stderr)
-    if result.answer:
-        print(result.answer)
     return 0 if result.answer else 1
 
 
