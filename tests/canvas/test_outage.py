@@ -183,7 +183,8 @@ def test_nothing_is_sent_to_an_endpoint_that_keeps_failing_until_one_request_is_
             sent = len(server.bodies)
             assert sent == 8
             refused = await asyncio.gather(*(backend.complete(REQUEST) for _ in range(20)), return_exceptions=True)
-            assert all("tries in a row have failed" in str(error) for error in refused)
+            why = f"8 tries in a row have failed, the last at {server.url}/chat/completions: HTTP 500: "
+            assert all(str(error).startswith(why) for error in refused)
             assert len(server.bodies) == sent
             with pytest.raises(BackendUnavailable):
                 await backend.ready(0.0)
@@ -209,7 +210,7 @@ def test_an_episode_waits_with_its_first_turn_for_an_endpoint_that_fails():
             with pytest.raises(EnvDied):
                 env.step("add Custom")
         sent = len(server.bodies)
-        with pytest.raises(EnvDied, match="failed again and again") as died:
+        with pytest.raises(EnvDied, match=r"failed again and again, the last time at .*HTTP 500") as died:
             env.reset(task(), 0)
         assert died.value.status == "executor_error" and len(server.bodies) == sent == 8
 

@@ -138,6 +138,7 @@ class Breaker:
     def __init__(self, patience: Patience):
         self._patience = patience
         self._failures = 0  # in a row
+        self.last = ""  # what the last of them was
         self._pause_s = patience.first_pause_s
         self._closed_until_s = 0.0
         self._trial: asyncio.Future[None] | None = None
@@ -157,7 +158,8 @@ class Breaker:
         """
         while self._failures >= self._patience.failures_in_a_row:
             if (wait_s := self.wait_s) > 0:
-                raise BackendUnavailable(f"{self._failures} tries in a row have failed: no request for {wait_s:.1f} s")
+                row = f"{self._failures} tries in a row have failed, the last at {self.last}"
+                raise BackendUnavailable(f"{row}; no request for {wait_s:.1f} s")
             if self._trial is None:
                 self._trial = asyncio.get_running_loop().create_future()
                 return True
@@ -173,8 +175,8 @@ class Breaker:
     def note_success(self) -> None:
         self._failures, self._pause_s = 0, self._patience.first_pause_s
 
-    def note_failure(self) -> None:
-        self._failures += 1
+    def note_failure(self, failure: str) -> None:
+        self._failures, self.last = self._failures + 1, failure
         if self._failures >= self._patience.failures_in_a_row:
             self._closed_until_s = self._clock() + self._pause_s
             self._pause_s = min(2 * self._pause_s, self._patience.last_pause_s)
@@ -275,10 +277,12 @@ class OpenAIBackend:
         Raises:
             BackendUnavailable: that takes longer than the limit.
         """
-        wait_s = self._connections().breaker.wait_s
+        breaker = self._connections().breaker
+        wait_s, failure = breaker.wait_s, breaker.last
         await asyncio.sleep(min(wait_s, limit_s))
         if wait_s > limit_s:
-            raise BackendUnavailable(f"{self!r} has failed again and again: no request for {wait_s - limit_s:.1f} s")
+            row = f"{self!r} has failed again and again, the last time at {failure}"
+            raise BackendUnavailable(f"{row}; no request for {wait_s - limit_s:.1f} s")
 
     async def _complete(self, connections: _Connections, request: Request) -> Completion:
         body = self._body(request)
@@ -294,9 +298,9 @@ class OpenAIBackend:
                 connections.breaker.note_success()
                 return completion
             except _TryAgain as error:
-                if not error.busy:
-                    connections.breaker.note_failure()
                 failure = f"{url}: {error}"
+                if not error.busy:
+                    connections.breaker.note_failure(failure)
                 _log.info("Backend %s, try %d: %s", self._model, tries + 1, failure)
                 now_s = asyncio.get_running_loop().time()
                 pauses[url] = now_s + self._retry_s(tries // len(order))
@@ -316,10 +320,9 @@ class OpenAIBackend:
         url = next((url for url in order if free_s(url) <= clock()), None) or min(order, key=free_s)
         wait_s = free_s(url) - clock()
         if wait_s > self._patience.longest_wait_s:
-            connections.breaker.note_failure()
-            raise BackendUnavailable(
-                f"{url} asks to wait {wait_s:.0f} s, more than longest_wait_s ({self._patience.longest_wait_s:g})"
-            )
+            asked = f"asks to wait {wait_s:.0f} s, more than longest_wait_s ({self._patience.longest_wait_s:g})"
+            connections.breaker.note_failure(f"{url}: {asked}")
+            raise BackendUnavailable(f"{url} {asked}")
         await asyncio.sleep(max(0.0, wait_s))
         return url
 
@@ -331,7 +334,7 @@ class OpenAIBackend:
                 if status in _REFUSALS:
                     raise BackendError(f"{url} refuses the request with {message}")
                 if status not in _RETRIED and status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                    connections.breaker.note_failure()
+                    connections.breaker.note_failure(f"{url}: {message}")
                     raise BackendUnavailable(f"{url} refuses the request with {message}")
                 after_s = retry_after_s(headers) if status in _ASKS_TO_WAIT else None
                 raise _TryAgain(message, after_s, busy=status == HTTPStatus.TOO_MANY_REQUESTS)
