@@ -52,6 +52,7 @@ from flowjax.canvas.graph import (
 from flowjax.canvas.operators import Operator
 from flowjax.canvas.text import BACKEND_NAME, NAME, parse_piece, tokens
 from flowjax.canvas.text import show as text_of
+from flowjax.canvas.values import in_thinking
 
 DEFAULT_LOOP_COUNT = 3  # of an added loop that names none
 MAX_POSITION = 999
@@ -237,15 +238,17 @@ def parse(text: str) -> Action | Unreadable:
 
 
 def after_thinking(text: str) -> str:
-    """Text after the thinking, if there is any.
+    """Text after the last thinking, if there is any.
 
     Raises:
-        GrammarError: the thinking has no end.
+        GrammarError: the thinking has no end, or nothing comes after it.
     """
-    before, closing, after = text.partition("</think>")
-    if not closing and "<think>" in before:
+    if in_thinking(text):
         raise GrammarError("The thinking has no end: close it with `</think>`, and then write one action.")
-    return after if closing else before
+    _, closing, after = text.rpartition("</think>")
+    if closing and not after.strip():
+        raise GrammarError("Nothing comes after the thinking: write one action after `</think>`.")
+    return after
 
 
 def unescaped(value: str) -> str:

@@ -84,6 +84,7 @@ def test_what_may_be_left_out():
     assert parse(tagged(action="add", structure="conditional", condition="A", true="B")) == Add(Conditional(A, B, None))
     assert parse(tagged(action="add", structure="loop", operators="A")) == Add(Loop(A, 3))
     assert parse("thought that the template had opened</think>" + ADD) == Add(Call("Custom"))
+    assert parse(f"<think>so</think>Hm. <think>or {ADD}?</think>{ADD}") == Add(Call("Custom"))
 
 
 PLACES = st.sampled_from(("", "n3", "n12.true"))
@@ -130,6 +131,9 @@ def _instructions(piece) -> list[str]:
         ("", "response is empty: write one action"),
         ("I plan", "There is no action: write exactly one"),
         ("<think>still thinking", "close it with `</think>`"),
+        ("<think>so</think>Hm. <think>perhaps " + ADD, "close it with `</think>`"),
+        ("<think>so</think>\n", "Nothing comes after the thinking: write one action after `</think>`."),
+        (ADD + "<think>was that right?</think>", "Nothing comes after the thinking"),
         ("[action]add[/action][operator]A[/operator]", "angle brackets, not square ones"),
         ("<ACTION>ADD</ACTION>", "lower case"),
         (ADD + ADD, "several actions: write exactly one"),
