@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowjax.envs import WorldError
 from flowjax.envs.canvas import Canvas
-from flowjax.envs.canvas.problem_files import KINDS, PublishedData, Record, load
+from flowjax.envs.canvas.problem_files import KINDS, PublishedData, Record, load, records
 from flowjax.grading.sandbox import Limits
 from flowjax.grading.scoring import UNANSWERABLE, Scorer
 
@@ -266,3 +266,21 @@ def test_files_that_are_no_data(tmp_path: Path, text: str, said: str):
     for options in (path, tmp_path / "none.jsonl"):
         with pytest.raises(WorldError, match=f"^env.options path: {options}"):
             Canvas(path=str(options)).tasks("train", 0)
+
+
+@pytest.mark.parametrize("later", [["Second?", "First?"], ["First?"]])
+def test_a_file_that_has_other_problems_than_the_tasks_is_no_fault_of_a_policy(tmp_path: Path, later: list[str]):
+    def written(texts: list[str]) -> None:
+        rows = [{"problem": text, "answer": text[0], "source": "nq"} for text in texts]
+        (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        records.cache_clear()  # as in a process of a later start, or of another machine
+
+    written(["First?", "Second?"])
+    world = Canvas(path=str(tmp_path))
+    tasks = [world.tasks("held_out", 0)[index] for index in range(2)]
+    env = world.env()
+    assert {env.reset(task, 0).view.problem for task in tasks if task} == {"First?", "Second?"}
+    written(later)
+    refused = [task for task in tasks if task and task.payload["row"] == 1]
+    with pytest.raises(WorldError, match=r"env\.options path: .*/test\.jsonl has not the problem .* in its place 2"):
+        env.reset(refused[0], 0)

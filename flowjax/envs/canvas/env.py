@@ -17,7 +17,7 @@ from flowjax.canvas.values import Problem, Usage, WorkflowRun
 from flowjax.envs import EnvDied, Observation, Step
 from flowjax.envs.canvas import exercises
 from flowjax.envs.canvas.executors import RememberingSandbox, scored, wait_for
-from flowjax.envs.canvas.problem_files import records
+from flowjax.envs.canvas.problem_files import record_of
 from flowjax.envs.canvas.structure import Structure, measure
 from flowjax.envs.canvas.texts import TEMPLATES, CanvasView, one_line, read_action, trace_of, view_run, with_phrases
 from flowjax.grading.code import Suite, from_assert
@@ -236,9 +236,13 @@ def _size(workflow: Workflow) -> int:
 
 
 def load(payload: Mapping[str, Any]) -> tuple[Problem, tuple[str, ...] | Suite]:
-    """The problem of a task, and its gold answers or hidden tests."""
+    """The problem of a task, and its gold answers or hidden tests.
+
+    Raises:
+        WorldError: its file has another problem in its place.
+    """
     if "row" in payload:
-        record = records(payload["file"], tuple(payload.get("packages", ())))[payload["row"]]
+        record = record_of(payload)
         return record.problem, record.tests or record.gold
     problem = exercises.problem(payload)
     if problem.kind == "code":

@@ -27,6 +27,7 @@ from flowjax.grading.answers import chosen, normalise_answer, options_of
 from flowjax.grading.code import Check, Suite, from_unittest, parse_quietly
 from flowjax.grading.math import last_boxed
 from flowjax.grading.scoring import UNANSWERABLE
+from flowjax.records import state_key
 
 KINDS: Mapping[str, ProblemKind] = {
     "gsm8k": "math",
@@ -140,6 +141,26 @@ def records(file: str, packages: tuple[str, ...] = ()) -> tuple[Record, ...]:
         return load(file, packages=packages).records
     except WorldError as error:
         raise type(error)(f"env.options path: {error}") from error
+
+
+def content_of(record: Record) -> str:
+    """Equal for rows of the same problem, in every process."""
+    return f"{state_key('problem', record.problem.text):x}"
+
+
+def record_of(payload: Mapping[str, Any]) -> Record:
+    """The row of a task that `Canvas` has made of a file.
+
+    Raises:
+        WorldError: another problem stands there than in the file that the task was made of.
+    """
+    found, row = records(payload["file"], tuple(payload.get("packages", ()))), payload["row"]
+    if row >= len(found) or content_of(found[row]) != payload["content"]:
+        raise WorldError(
+            f"env.options path: {payload['file']} has not the problem of the task in its place {row + 1}: the file was "
+            "changed after the run had begun, or is another one on this machine; put the first one back"
+        )
+    return found[row]
 
 
 def _record(

@@ -48,7 +48,7 @@ from flowjax.envs.canvas import exercises, experts
 from flowjax.envs.canvas.env import COUNTS, GRACE_S, OUTCOMES, CanvasEnv, failed_step
 from flowjax.envs.canvas.executors import bases_of_run, open_executors, price_list, relative_prices
 from flowjax.envs.canvas.experts import NAMES, Expert
-from flowjax.envs.canvas.problem_files import records
+from flowjax.envs.canvas.problem_files import content_of, records
 from flowjax.envs.canvas.texts import (
     EMPTY,
     INSTRUCTION,
@@ -66,7 +66,7 @@ from flowjax.envs.canvas.texts import (
 )
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.grading.sandbox import IsolationError, require_isolation
-from flowjax.records import Task, state_key
+from flowjax.records import Task
 
 if TYPE_CHECKING:
     import grain
@@ -355,7 +355,7 @@ def _generated_task(kinds: tuple[str, ...], split: Split, data_seed: int, index:
 def _row_task(file: Path, packages: tuple[str, ...], rows: Sequence[int], order: np.ndarray, index: int) -> Task:
     row = rows[order[index]]
     record = records(str(file), packages)[row]
-    payload = {"file": str(file), "row": row, "content": f"{state_key('problem', record.problem.text):x}"}
+    payload = {"file": str(file), "row": row, "content": content_of(record)}
     payload |= {"packages": list(packages)} if packages else {}
     return Task(f"canvas-{file.stem}-{row}", "canvas", row, payload, kind=record.source)
 
