@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_context import OPERATORS, use
 
-from flowjax.canvas.operators import OperatorError, answer_of, object_of, object_schema, program_of
+from flowjax.canvas.operators import VERDICT_SCHEMA, OperatorError, answer_of, object_of, object_schema, program_of
 from flowjax.canvas.run import fault_of
 from flowjax.canvas.values import Problem, State
 
@@ -254,3 +254,18 @@ def test_latex_in_json_survives():
     schema = object_schema(feedback={"type": "string"})
     assert object_of('{"feedback": "\\frac{1}{2} and \\(x\\)"}', schema) == {"feedback": "\\frac{1}{2} and \\(x\\)"}
     assert object_of('{"feedback": "\\\\frac and \\n a line"}', schema) == {"feedback": "\\frac and \n a line"}
+
+
+@pytest.mark.parametrize("reply", ["{" * 5000, '{"' * 5000, '{"a": ' * 5000])
+def test_a_reply_of_braces_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch, reply: str):
+    """Each attempt to read an object counts the lines before it: 400,000 braces took two minutes."""
+    attempts = []
+    read = json.JSONDecoder.raw_decode
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", lambda *given: attempts.append(given) or read(*given))
+    with pytest.raises(OperatorError, match="holds no JSON object"):
+        object_of(reply, object_schema(feedback={"type": "string"}))
+    assert len(attempts) <= 200
+
+
+def test_an_object_is_found_after_many_braces_of_formulas():
+    assert object_of("\\frac{1}{2} " * 5000 + FAILED, VERDICT_SCHEMA) == json.loads(FAILED)

@@ -205,6 +205,10 @@ _ANSWER = re.compile(
     r"^[ \t>*_#-]{0,16}(?:final )?answer[*_]{0,4}[ ]?:[*_]{0,4}[ \t]*(.*)$", re.IGNORECASE | re.MULTILINE
 )
 _ESCAPE = re.compile(r"\\\\|\\(?=[bfr][a-zA-Z])|\\(?![\"\\/bfnrtu])")
+_OBJECT = re.compile(r'\{[ \t\r\n]*"')  # how an object begins that has a field
+# Of attempts to read an object. Each takes as long as all before it, and the event loop stands still meanwhile: a reply
+# of braces alone would hold up every other run.
+_MOST_FAILURES = 200
 _SHOWN_CHARACTERS = 200
 
 
@@ -311,15 +315,14 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
     """The outermost JSON objects in a text, in their order."""
     # LaTeX in JSON is seldom escaped: \frac would be a form feed and "rac".
     text = _ESCAPE.sub(r"\\\\", text)
-    decoder, place = json.JSONDecoder(strict=False), text.find("{")
-    while place >= 0:
-        end = place + 1
+    decoder, end, failures = json.JSONDecoder(strict=False), 0, 0
+    while failures < _MOST_FAILURES and (start := _OBJECT.search(text, end)):
+        end = start.start() + 1
         try:
-            value, end = decoder.raw_decode(text, place)
+            value, end = decoder.raw_decode(text, start.start())
             yield value
         except (ValueError, RecursionError):
-            pass
-        place = text.find("{", end)
+            failures += 1
 
 
 def _follows(value: dict[str, Any], schema: Mapping[str, Any]) -> bool:
