@@ -95,7 +95,13 @@ def test_usage_is_priced_per_million_tokens():
     go(scenario())
 
 
-@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": 5}, {"prompt_tokens": None, "completion_tokens": 1}])
+@pytest.mark.parametrize(
+    "usage",
+    [
+        *(None, {}, {"prompt_tokens": 5}, {"prompt_tokens": None, "completion_tokens": 1}),
+        {"prompt_tokens": -1, "completion_tokens": 1},
+    ],
+)
 def test_usage_that_is_missing_is_estimated_with_a_warning(usage, caplog):
     async def scenario():
         async with serving(lambda body: chat("x" * 40, usage=usage)) as server, client(server) as backend:

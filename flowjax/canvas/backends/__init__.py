@@ -96,11 +96,17 @@ def usage_of(answer: Mapping[str, Any], messages: Sequence[Message], text: str, 
     """
     stated = answer.get("usage")
     stated = stated if isinstance(stated, Mapping) else {}
-    prompt_tokens, sampled_tokens = stated.get("prompt_tokens"), stated.get("completion_tokens")
-    if not (isinstance(prompt_tokens, int) and isinstance(sampled_tokens, int)):
+    prompt_tokens, sampled_tokens = _tokens(stated, "prompt_tokens"), _tokens(stated, "completion_tokens")
+    if prompt_tokens is None or sampled_tokens is None:
         _log.warning("The endpoint of model %r does not state its usage: it is estimated", answer.get("model"))
         prompt_tokens, sampled_tokens = prompt_estimate(messages), -(-len(text) // _CHARACTERS_PER_TOKEN)
     return Usage(1, prompt_tokens, sampled_tokens, prices.cost(prompt_tokens, sampled_tokens))
+
+
+def _tokens(stated: Mapping[str, Any], name: str) -> int | None:
+    """Number that an answer states, None where it states none. One below 0 would fill a budget up again."""
+    tokens = stated.get(name)
+    return tokens if isinstance(tokens, int) and tokens >= 0 else None
 
 
 async def streamed_answer(chunks: AsyncIterable[bytes], on_text: OnText) -> bytes:
