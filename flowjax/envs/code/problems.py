@@ -155,8 +155,7 @@ def _start(fields: Mapping[str, Any]) -> str:
     return f"Start from this:\n```python\n{code.rstrip()}\n```" if code else ""
 
 
-# What the judges of these problems import for a program. Names before modules, so that `bisect` is the module; builtins
-# are the last of the names, as `math` has a `pow` of its own.
+# As the judges of these problems do: `bisect` is the module at last, and `pow` that of the builtins, not of `math`.
 _MODULES = ("typing", "bisect", "collections", "functools", "heapq", "itertools", "math", "builtins")
 _STARTER = "\n".join(f"from {name} import *" for name in _MODULES)
 _STARTER += f"\nimport copy, operator, re, sys, {', '.join(_MODULES)}"
