@@ -380,7 +380,7 @@ def state_values(table: TurnTable, *, gamma: Discount = 0.9, rewards: Rewards = 
 
     # Every observed way leads to an end, so this converges for gamma = 1 too. What another episode earned n turns later
     # takes n sweeps to arrive, so the bound grows with the table: it only guards against rounding that goes back and
-    # forth.
+    # forth, and against long walks without a discount whose every way back has an even length: values swing there.
     bound = 10 * earned.shape[0] + 1000
 
     def changing(carry: tuple[Float[Array, "turns"], Float[Array, "turns"], Int[Array, ""]]) -> Bool[Array, ""]:
