@@ -349,7 +349,8 @@ def check_agents(run: Run) -> None:
     """
     for agent, model in run.agents.items():
         if model not in (*run.policies, *run.bases):
-            frozen = f"{', '.join(map(repr, run.bases))} for the base model{'s' * (len(run.bases) > 1)} as it is"
+            as_is = "base models as they are" if len(run.bases) > 1 else "base model as it is"
+            frozen = f"{', '.join(map(repr, run.bases))} for the {as_is}"
             raise ConfigError(
                 f"config.agents.{agent} is {model!r}: use one of the run's policies, {', '.join(run.policies)}, or "
                 f"{frozen}"
