@@ -473,7 +473,8 @@ def _become(code, files, seconds):
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
         for file in (sys.stdout, sys.__stdout__, sys.stderr):  # a program may have put its own in place of the first
-            file.flush()
+            if file is not None:
+                file.flush()
     except BaseException:
         status = 1
     os._exit(status & 255)
