@@ -51,6 +51,8 @@ def _nano(config: ConfigDict) -> None:
     config.env.max_turns = 12
     config.env.train_tasks = 1400
     config.reward.components.invalid_actions = 0.02
+    # Over a deviation this penalty weighs as much as a success: docs/credit.
+    config.credit.options = ConfigDict({"episode_norm": "mean", "step_norm": "mean"})
     config.engine.max_model_tokens = 110
     config.rollout.max_prompt_tokens = 94
     config.rollout.max_new_tokens = 14  # a search for all that a goal says
