@@ -92,7 +92,6 @@ NAMED = (
     ("_role", 'return "checker"', 'return "solver"'),
     ("_gate", '"checker" in roles and ', ""),
     ("measure", 'roles.get(call.operator) == "checker"', 'roles.get(call.operator) != "solver"'),
-    ("_metrics", "(log_ratio < 0)", "(log_ratio > 0)"),
     ("remaining_s", "steps - self.step", "steps + self.step"),
     ("remaining_s", "self.train[1:]", "self.train"),
     ("remaining_s", "maxlen=2 * RECENT_STEPS", "maxlen=None"),
