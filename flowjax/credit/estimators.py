@@ -35,6 +35,7 @@ from flowjax.credit.table import (
 from flowjax.fields import Interval, declared_types, load_named, nearest, option_problems
 
 Estimator = Callable[..., Float[Array, "turns"]]
+_ROUNDING = 1e-5  # share of the largest score by which scores that are meant to be equal may differ
 
 
 class CreditError(ValueError):
@@ -292,7 +293,6 @@ def gigpo(
 _LEAST_DEVIATION = 1e-4
 # Values have converged once a sweep moves none of them by more than this share of its group's highest one.
 _TOLERANCE = 1e-6
-_ROUNDING = 1e-5  # share of the largest score by which scores that are meant to be equal may differ
 
 
 class StateValues(NamedTuple):

@@ -323,11 +323,8 @@ class Chain:
             # The rows of the one before would stay in the ledger: only a table itself knows what was taken out of it.
             if self._tables.setdefault((name, attribute), table) is not table:
                 raise ValueError(f"{attribute} is another Table than before: empty that one instead")
-        for attribute, table in tables.items():
             for key in table.changed:
-                if not isinstance(
-                    key, str | int | float | np.integer
-                ):  # a tuple would come back as a list, which is no key
+                if not isinstance(key, str | int | float | np.integer):  # a tuple would come back as a list
                     raise TypeError(f"{attribute} has the key {key!r}: let keys be numbers or strings")
         whole = {attribute: value for attribute, value in state.items() if attribute not in tables}
         rows = [

@@ -589,8 +589,10 @@ def _compile(learner: Learner, batch: MicroBatch) -> None:
     if learner.policy.trainer.updates_per_step > 1 or learner.uses_dropout:
         starts.append(state.trained)
     found = [first_pass(objective, state, [batch], start=start)[0] for start in starts]
-    known_of_kind = {jax.tree.structure(known): known for known in found}  # with what is known goes another program
-    total = [_compile_gradient(learner, batch, known) for known in known_of_kind.values()][-1]
+    *others, last = {jax.tree.structure(known): known for known in found}.values()  # a program for each structure
+    for known in others:
+        _compile_gradient(learner, batch, known)
+    total = _compile_gradient(learner, batch, last)  # of one alone: no step holds more
     # A gradient that is not finite changes nothing. The state is given away and comes back: copies of weights and
     # moments beside it would be more than any step holds.
     _apply_update(learner, replace(total, gradient=jax.tree.map(lambda leaf: leaf * jnp.nan, total.gradient)))
