@@ -43,7 +43,7 @@ _HUGE_PAGES = flags.DEFINE_enum("huge_pages", "all", ("all", "flowjax"), "Who ha
 _DEVICE = flags.DEFINE_bool("device", False, "Time Qwen3 shapes on the accelerator instead.")
 _SHAPES = flags.DEFINE_list("shapes", ["qwen3-1.7b", "qwen3-8b"], "With --device: shapes.")
 _TOKENS = flags.DEFINE_list("tokens", ["4096", "16384"], "With --device: packed tokens in a step.")
-_REMATS = flags.DEFINE_list("remats", ["none", "dots", "layer"], "With --device: the first that fits is taken.")
+_REMATS = flags.DEFINE_list("remats", ["dots", "layer"], "With --device: the first that fits is taken.")
 _ATTENTION = flags.DEFINE_string("attention", "auto", "With --device: as config.model.attention.")
 _TRACE = flags.DEFINE_string("trace", "", "With --device: folder for a profile of one step.")
 

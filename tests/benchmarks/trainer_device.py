@@ -1,12 +1,12 @@
 """A LoRA policy-gradient step of Qwen3 shapes on the accelerator that jax sees, with random weights.
 
     python -m tests.benchmarks.trainer --device [--shapes qwen3-1.7b,qwen3-8b] [--tokens 4096,16384] [--steps 3]
-        [--remats none,dots,layer] [--attention auto] [--trace FOLDER]
+        [--remats dots,layer] [--attention auto] [--trace FOLDER]
 
-Rank 64 on all seven linear maps, bfloat16, AdamW; one row of so many tokens, packed with sequences of at most 2,048,
-half of each prompt. Every measurement is a process of its own (memory is counted from its start), with the first of
-`--remats` that fits. It needs no peers. With `--trace`, a profile of one more step is
-left in the folder, for TensorBoard's or Perfetto's viewer.
+Rank 64 on all seven linear maps, or on those of attention where there are experts; bfloat16, AdamW; one row of so many
+tokens, packed with sequences of at most 2,048, half of each prompt. Every measurement is a process of its own (memory
+is counted from its start), with the first of `--remats` that fits. It needs no peers. With `--trace`, a profile of one
+more step is left in the folder, for TensorBoard's or Perfetto's viewer.
 
 MFU is `flowjax.models.cost.step_flops` (no recomputation, causal attention within each sequence, head at sampled
 tokens) over step time and the device's dense bfloat16 peak. "plan" is `flowjax.models.cost.estimate` over the peak
@@ -22,10 +22,23 @@ import sys
 import time
 from typing import Any
 
+from flowjax.models.shape import Experts
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": {"hidden_size": 2048, "layers": 28, "heads": 16, "ffn_size": 6144, "tie_embeddings": True},
     "qwen3-8b": {"hidden_size": 4096, "layers": 36, "heads": 32, "ffn_size": 12288, "tie_embeddings": False},
+    "qwen3-30b-a3b": {
+        "hidden_size": 2048,
+        "layers": 48,
+        "heads": 32,
+        "kv_heads": 4,
+        "ffn_size": 6144,
+        "tie_embeddings": False,
+        "experts": Experts(count=128, per_token=8, ffn_size=768),
+    },
     "tiny": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_size": 128, "vocab_size": 512},
+    "tiny-moe": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_size": 128, "vocab_size": 512}
+    | {"experts": Experts(count=4, per_token=2, ffn_size=64)},
 }
 _COMMON: dict[str, Any] = {"vocab_size": 151936, "kv_heads": 8, "head_dim": 128}
 REMATS = ("none", "dots", "layer")
@@ -39,7 +52,7 @@ class Options:
     """What is the same in every measurement."""
 
     steps: int = 3
-    remats: tuple[str, ...] = REMATS
+    remats: tuple[str, ...] = ("dots", "layer")  # the first that fits
     attention: str = "auto"
     trace: str = ""
 
@@ -107,13 +120,16 @@ def time_step(shape: str, tokens: int, remat: Any, options: Options) -> dict[str
     from flowjax.models.attention import choose_attention
     from flowjax.models.cost import estimate, peak_flops, step_flops
     from flowjax.models.decoder import Decoder
-    from flowjax.models.lora import Lora, LoraParam
+    from flowjax.models.lora import ALL_TARGETS, Lora, LoraParam
+    from flowjax.models.params import ATTENTION
     from flowjax.models.shape import ModelConfig
     from flowjax.trainer.batch import pack
     from flowjax.trainer.log import memory_metrics
     from flowjax.trainer.update import Objective, PolicyState, apply, gradient_of
 
-    config, lora = ModelConfig(**{**_COMMON, **SHAPES[shape]}), Lora(rank=RANK, alpha=float(RANK))
+    config = ModelConfig(**{**_COMMON, **SHAPES[shape]})
+    # Adapters of every expert and their moments would be larger than the rest of what is trained here.
+    lora = Lora(rank=RANK, alpha=float(RANK), targets=ATTENTION if config.experts else ALL_TARGETS)
     given: dict[str, Any] = {"dtype": jnp.bfloat16, "remat": remat, "attention": options.attention}
     model = Decoder(config, lora=lora, key=jax.random.key(0), **given)
     graph, trained, frozen = nnx.split(model, LoraParam, ...)

@@ -56,7 +56,7 @@ def device_peak_bytes() -> int:
 def make(folder: Path) -> Trainer:
     case, arrays = read_case(folder)
     lora = Lora(rank=case.rank, alpha=float(case.rank))
-    model = load_decoder(folder / "base", lora=lora, dtype=case.dtype, remat="none" if case.on_gpu else "dots")
+    model = load_decoder(folder / "base", lora=lora, dtype=case.dtype, remat="dots")
     set_adapter(model, stacked(arrays, case.layers))
     graph, trained, frozen = nnx.split(model, LoraParam, ...)
     options = {"name": "adamw", "learning_rate": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0}
@@ -64,7 +64,7 @@ def make(folder: Path) -> Trainer:
     optimizer = make_optimizer(ConfigDict({**options, **schedule}), 1000)
     dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(trained))
     clip = LossOptions(clip_low=CLIP, clip_high=CLIP)
-    objective = Objective(graph, dtypes, kind="ppo", options=clip, chunk_tokens=256)
+    objective = Objective(graph, dtypes, kind="ppo", options=clip, chunk_tokens=1024 if case.on_gpu else 256)
     rows = token_rows(case)
     state = PolicyState(0, trained, optimizer.init(trained), frozen)
 
