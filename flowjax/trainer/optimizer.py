@@ -67,13 +67,18 @@ def make_optimizer(config: ConfigDict, updates: int, trained: Arrays | None = No
     steps: dict[Hashable, optax.GradientTransformation] = {
         index: _named(config, updates, settings) for index, (_, settings) in enumerate(rules)
     }
-    frozen = {index for index, (_, settings) in enumerate(rules) if settings.get("frozen")}
-    still = jax.tree.map(lambda label: label in frozen, tree)
-    return optax.chain(
-        optax.masked(optax.set_to_zero(), still),  # what is frozen has no part in the norm that is clipped
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.partition(steps, tree),
-    )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optax.partition(steps, tree))
+
+
+def still_leaves(config: ConfigDict, trained: Arrays) -> frozenset[int]:
+    """Numbers of the leaves of `trained` that rules of the section `optimizer` keep as they are.
+
+    Raises:
+        ConfigError: see `make_optimizer`.
+    """
+    rules = parse_rules(config.get("rules", ()))
+    names = jax.tree.leaves(parameter_names(trained)) if rules else ()
+    return frozenset(i for i, name in enumerate(names) if rules[_first_match(rules, name)][1].get("frozen"))
 
 
 def parse_rules(rules: Sequence[Any]) -> list[tuple[re.Pattern[str], dict[str, Any]]]:

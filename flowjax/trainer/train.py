@@ -52,7 +52,7 @@ from flowjax.trainer.log import (
     row_metrics,
     write_trained,
 )
-from flowjax.trainer.optimizer import OptimizerMemory, learning_rate_schedule, make_optimizer
+from flowjax.trainer.optimizer import OptimizerMemory, learning_rate_schedule, make_optimizer, still_leaves
 from flowjax.trainer.sources import DataflowSource, Shared, Source, is_first
 from flowjax.trainer.update import (
     Arrays,
@@ -393,6 +393,7 @@ def make_objective(run: Run, policy: Policy, graph: Any, trained: Arrays) -> Obj
         entropy_coefficient=policy.loss.entropy_coefficient,
         temperature=run.config.rollout.temperature,
         chunk_tokens=policy.trainer.logprob_chunk_tokens,
+        still=still_leaves(policy.optimizer, trained),
     )
 
 

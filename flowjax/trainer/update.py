@@ -84,6 +84,7 @@ class Objective:
     entropy_coefficient: of the entropy, which is subtracted.
     temperature: that tokens were sampled at.
     chunk_tokens: tokens whose logits over the whole vocabulary exist at once.
+    still: numbers of the leaves of `trained` that stay as they are: their gradient is zero, at no cost.
     """
 
     graph: nnx.GraphDef
@@ -94,6 +95,7 @@ class Objective:
     entropy_coefficient: float = 0.0
     temperature: float = 1.0
     chunk_tokens: int = 1024
+    still: frozenset[int] = frozenset()
 
 
 # --------------------------------------------------------------------------------------------------- log-probabilities
@@ -114,6 +116,7 @@ def _model_logprobs(
 ) -> tuple[Float[Array, "rows sampled"], Float[Array, "rows sampled"]]:
     leaves, structure = jax.tree.flatten(trained)
     cast_leaves = [leaf.astype(dtype) for leaf, dtype in zip(leaves, objective.dtypes, strict=True)]
+    cast_leaves = [jax.lax.stop_gradient(x) if i in objective.still else x for i, x in enumerate(cast_leaves)]
     model = nnx.merge(objective.graph, jax.tree.unflatten(structure, cast_leaves), frozen)
     return sampled_logprobs(
         model,

@@ -93,6 +93,14 @@ def test_layout_changes_neither_gradient_nor_metrics(split, row_tokens, micro_ba
     assert expected[1]["gradient_norm"] > 1e-3
 
 
+def test_leaves_that_stay_have_no_gradient_and_no_part_in_its_norm(split):
+    sizes = {"row_tokens": 16, "micro_batch_rows": 16}
+    (whole, _), (part, metrics) = (gradient(split, still=still, **sizes) for still in (frozenset(), frozenset({0, 3})))
+    expected = [jnp.zeros_like(x) if i in (0, 3) else x for i, x in enumerate(jax.tree.leaves(whole))]
+    assert_close(part, expected)
+    assert metrics["gradient_norm"] == pytest.approx(float(optax.global_norm(expected)), rel=1e-4)
+
+
 OBJECTIVES = [
     ("m2po", {"m2_threshold": 0.001}),
     ("ppo", {"correction": "token_truncate", "correction_high": 1.01}),
