@@ -35,8 +35,10 @@ def peft_config(lora: Lora, base_path: str) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base_path),
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": lora.rslora,
+        # The scale as that of plain LoRA: PEFT joins experts' gate and up into one map of twice the rank and alpha,
+        # whose scale would be another with rsLoRA.
+        "lora_alpha": lora.scale * lora.rank,
+        "use_rslora": False,
         "use_dora": False,
         "lora_dropout": lora.dropout,
         "target_modules": hf_targets(lora),
