@@ -90,8 +90,10 @@ def _backward(matrix: QuantizedMatrix, gradient: jax.Array) -> tuple[jax.Array, 
 _product.defvjp(_forward, _backward)
 
 
-def quantized_matrix(matrix: Float[Array, "*stack in out"], kind: str) -> QuantizedMatrix:
-    """The nearest codes. int8: one scale a column, error at most scale / 2; nf4: one scale for each block of a column.
+def quantized_matrix(matrix: Float[Array, "layers in out"], kind: str) -> QuantizedMatrix:
+    """The nearest codes, laid out over devices as the matrices are.
+
+    int8: one scale a column, error at most scale / 2; nf4: one scale for each block of a column.
 
     Raises:
         ModelError: an unknown kind, or nf4 of a matrix with an odd number of inputs.
@@ -103,30 +105,30 @@ def quantized_matrix(matrix: Float[Array, "*stack in out"], kind: str) -> Quanti
             f"config.model.quantize is 'nf4', but a matrix has {matrix.shape[-2]} inputs, an odd number: use 'int8'"
         )
     sharding = matrix.sharding if isinstance(matrix, jax.Array) else None
-    quantizer: Any = _quantizer(
-        kind, sharding if isinstance(sharding, NamedSharding) else None, stacked=matrix.ndim == 3
-    )
-    if matrix.ndim == 3:
-        found = None
-        for layer in range(matrix.shape[0]):  # one at a time: in float32 the whole stack would be twice the base
-            found = quantizer(found, matrix, layer)
-        assert found is not None
-    else:
-        found = quantizer(matrix)
+    sharding = sharding if isinstance(sharding, NamedSharding) else None
+    quantizer = _quantizer(kind, sharding, _blocks(kind, matrix.shape[1]))
+    found: Any = None
+    for layer in range(matrix.shape[0]):  # one at a time: in float32 the whole stack would be twice the base
+        found = quantizer(found, matrix, layer)
     codes, scales = found
     return QuantizedMatrix(codes, scales, kind, matrix.dtype)
 
 
+def _blocks(kind: str, inputs: int) -> int:
+    """Blocks of a column, each of which has a scale."""
+    return 1 if kind == "int8" else inputs // math.gcd(inputs, NF4_BLOCK)
+
+
 @functools.cache
-def _quantizer(kind: str, sharding: NamedSharding | None, *, stacked: bool) -> Any:
-    """Codes and scales of a matrix; of a stack those so far (None: none yet), with one more layer."""
+def _quantizer(kind: str, sharding: NamedSharding | None, blocks: int) -> Any:
+    """Codes and scales of a stack so far (None: none yet), with one more layer."""
     shardings = None
     if sharding is not None:
-        *stack, inputs, outputs = (*sharding.spec, *[None] * 3)[:3]
-        scales = NamedSharding(sharding.mesh, PartitionSpec(*stack, None, outputs))
-        shardings = (NamedSharding(sharding.mesh, PartitionSpec(*stack, inputs, outputs)), scales)
-    if not stacked:
-        return jax.jit(functools.partial(_codes, kind=kind), out_shardings=shardings)
+        layers, inputs, outputs = (*sharding.spec, *[None] * 3)[:3]
+        axes = (inputs,) if isinstance(inputs, str) else inputs or ()
+        ways = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        scales = PartitionSpec(layers, None if blocks % ways else inputs, outputs)
+        shardings = tuple(NamedSharding(sharding.mesh, spec) for spec in (sharding.spec, scales))
 
     def with_layer(found: Any, stack: jax.Array, layer: Int[Array, ""]) -> tuple[jax.Array, ...]:
         made = _codes(jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), kind=kind)
@@ -138,12 +140,11 @@ def _quantizer(kind: str, sharding: NamedSharding | None, *, stacked: bool) -> A
 
 
 def _codes(matrix: jax.Array, *, kind: str) -> tuple[jax.Array, jax.Array]:
-    *stack, inputs, outputs = matrix.shape
-    block = inputs if kind == "int8" else math.gcd(inputs, NF4_BLOCK)
-    blocks = matrix.astype(jnp.float32).reshape(*stack, inputs // block, block, outputs)
+    inputs, outputs = matrix.shape
+    blocks = matrix.astype(jnp.float32).reshape(_blocks(kind, inputs), -1, outputs)
     top = jnp.max(jnp.abs(blocks), axis=-2)
     scales = jnp.where(top > 0, top, 1.0) / (127 if kind == "int8" else 1)  # a column of zeros is not divided by 0
-    values = (blocks / scales[..., None, :]).reshape(matrix.shape)
+    values = (blocks / scales[:, None, :]).reshape(matrix.shape)
     if kind == "int8":
         return jnp.round(values).astype(jnp.int8), scales
     # The nearest of the 16 values: how many of the middles between neighbours lie below.
@@ -152,8 +153,8 @@ def _codes(matrix: jax.Array, *, kind: str) -> tuple[jax.Array, jax.Array]:
     codes = jnp.zeros(values.shape, jnp.uint8)
     for middle in between:
         codes += (values > np.float32(middle)).astype(jnp.uint8)
-    codes = codes.reshape(*stack, inputs // 2, 2, outputs)
-    return codes[..., 0, :] | (codes[..., 1, :] << 4), scales
+    codes = codes.reshape(inputs // 2, 2, outputs)
+    return codes[:, 0] | (codes[:, 1] << 4), scales
 
 
 def saved_bytes(config: ModelConfig, kind: str, number_bytes: int) -> int:
@@ -165,7 +166,6 @@ def saved_bytes(config: ModelConfig, kind: str, number_bytes: int) -> int:
         if name in SPARSE:  # stays as it is
             continue
         whole = inputs * outputs * number_bytes
-        blocks = 1 if kind == "int8" else inputs // math.gcd(inputs, NF4_BLOCK)
         codes = inputs * outputs if kind == "int8" else inputs * outputs // 2
-        saved += len(owners(name, config)) * (whole - codes - 4 * blocks * outputs)
+        saved += len(owners(name, config)) * (whole - codes - 4 * _blocks(kind, inputs) * outputs)
     return saved

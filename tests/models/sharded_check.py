@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from packing import packed
 
 from flowjax.models import attention as kernels
@@ -23,6 +23,7 @@ from flowjax.models.decoder import Decoder
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import ALL_TARGETS, Lora, LoraParam
 from flowjax.models.nano import nano_config
+from flowjax.models.quantize import quantized_matrix
 from flowjax.models.shape import Experts, ModelConfig
 from flowjax.models.sharding import MESH_AXES, make_mesh
 from flowjax.trainer.update import sampled_logprobs
@@ -173,6 +174,17 @@ def kernels_on_a_mesh() -> dict[str, bool]:
     return found
 
 
+def quantized_on_a_mesh() -> bool:
+    """Scales of blocks lie where the blocks do, and codes and scales are those of one device."""
+    matrix = jax.random.normal(jax.random.key(5), (2, 8 * 64, 16))
+    rows = NamedSharding(make_mesh(fsdp=8), PartitionSpec(None, "fsdp", None))
+    alone, spread = quantized_matrix(matrix, "nf4"), quantized_matrix(jax.device_put(matrix, rows), "nf4")
+    parts = [x.size // x.addressable_shards[0].data.size for x in (spread.codes, spread.scales)]
+    return parts == [8, 8] and all(
+        np.array_equal(a, b) for a, b in ((alone.codes, spread.codes), (alone.scales, spread.scales))
+    )
+
+
 def main(folder: Path) -> None:
     answer: dict[str, Any] = {}
     alone: dict[tuple[Any, Any], Any] = {}
@@ -203,6 +215,7 @@ def main(folder: Path) -> None:
         for a, b in zip(jax.tree.leaves(nnx.state(abroad)), jax.tree.leaves(nnx.state(at_home)), strict=True)
     )
     answer["kernels"] = kernels_on_a_mesh()
+    answer["quantized"] = quantized_on_a_mesh()
     answer["shares_of_keys"] = shares_of_keys()
     print(json.dumps(answer))
 
