@@ -33,7 +33,7 @@ from flowjax.launch.devices import (
 )
 from flowjax.launch.machine import unprepared
 from flowjax.records import Episode, Lease, Task, pack, unpack
-from flowjax.rollout.sidecar import unserved_targets
+from flowjax.rollout.sidecar import unserved_targets, unserved_windows
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
 from flowjax.workflows import declared, demonstrates, outcomes_of, workflow_problem
 
@@ -367,6 +367,7 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, on: str, 
     plan["model"]["version_bytes"] = plan["model"]["adapter_bytes"] if copied else cost.FLOAT32 * trained
     if lora is not None and model.experts is not None:
         yield from unserved_targets(lora.targets)
+    yield from unserved_windows(model)
     if settings.dtype not in cost.DTYPE_BYTES or mesh is None:
         return
     rows, versions = trainer.micro_batch_rows, run.config.dataflow.max_staleness + 1

@@ -67,7 +67,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family("Gemma2ForCausalLM", _GEMMA_SWITCHES | {"qk_norm": False}, _GEMMA2, gemma=True),
     "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA_SWITCHES | {"qk_norm": True}, _GEMMA3, gemma=True),
     "llama": Family("LlamaForCausalLM", {"qk_norm": False}, {"rope_theta": 1e4}),
-    "mistral": Family("MistralForCausalLM", {"qk_norm": False}, {"rope_theta": 1e4}),
+    "mistral": Family("MistralForCausalLM", {"qk_norm": False}, {"rope_theta": 1e4, "sliding_window": 4096}),
     "qwen2": Family("Qwen2ForCausalLM", {"qk_norm": False, "qkv_bias": True}, _QWEN, window_switch=True),
     "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, _QWEN, window_switch=True),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", {"qk_norm": True}, _QWEN, window_switch=True),
@@ -394,7 +394,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def _window_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
     window = config.sliding_window_tokens
-    if config.architecture == "mistral":
+    if config.architecture == "mistral" or (family.gemma and window is None):  # which have one where none is named
         return {"sliding_window": window}
     if window is None:
         return {}

@@ -89,6 +89,10 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self):
+        sizes = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "ffn_size", "max_positions")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.heads % self.kv_heads:
             raise ModelError(f"heads is {self.heads} and kv_heads is {self.kv_heads}: heads must be a multiple of it")
         if self.head_dim % 2:

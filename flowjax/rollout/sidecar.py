@@ -11,10 +11,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowjax.config import ConfigError
 from flowjax.run import Base, Engine, Policy, Run
+
+if TYPE_CHECKING:
+    from flowjax.models.shape import ModelConfig
 
 HOST = "127.0.0.1"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes for --max-lora-rank
@@ -132,6 +135,16 @@ def unserved_targets(targets: Sequence[str]) -> Iterator[str]:
         yield f"{given}, but vLLM takes adapters of all three maps of an expert or of none: name all three, or none"
     if of_experts and "router" in targets:
         yield f"{given} and router, but vLLM would leave the router's out in silence: name the experts' maps or router"
+
+
+def unserved_windows(model: "ModelConfig") -> Iterator[str]:
+    """Faults of a model's windows: for these families vLLM has one window for all layers."""
+    if model.architecture in ("qwen2", "qwen3") and model.sliding_window_tokens and model.full_attention_layers:
+        some = f"{model.layers - len(model.full_attention_layers)} of {model.layers} layers"
+        yield (
+            f"a {model.architecture} model with a sliding window on {some}, by max_window_layers or layer_types in its "
+            "config.json, is none that vLLM serves: take one with a window on all layers or on none"
+        )
 
 
 def _lora_options(policies: Mapping[str, Policy], max_staleness: int) -> dict[str, Any]:

@@ -285,6 +285,15 @@ def test_a_nodes_gpus_need_not_fit_the_trainers_mesh():
     assert found["problems"] == [] and found["plan"]["bases"]["base"]["model"]["adapter_bytes"] > 0
 
 
+def test_windows_that_engines_would_not_serve_are_refused(tmp_path: Path):
+    shape = nano_config(64, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=32)
+    options = {"model.path": str(tmp_path), "model.nano": None}
+    for full, some in (((), False), ((0,), True)):
+        windows = replace(shape, sliding_window_tokens=8, full_attention_layers=full)
+        (tmp_path / "config.json").write_text(json.dumps(hf_config(windows, "bfloat16")))
+        assert any("a sliding window on 1 of 2 layers" in text for text in problems(**options)) == some
+
+
 def test_adapters_of_experts_that_engines_would_not_serve_are_refused(tmp_path: Path):
     shape = nano_config(64, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=32)
     shape = replace(shape, architecture="qwen3_moe", experts=Experts(4, 2, ffn_size=16))

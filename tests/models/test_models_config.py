@@ -10,6 +10,7 @@ from tiny_models import TINY
 
 from flowjax.models.config import hf_config, parse_config, read_config
 from flowjax.models.decoder import base_specs
+from flowjax.models.nano import nano_config
 from flowjax.models.shape import ModelError, RopeScaling
 
 QWEN3 = {
@@ -101,6 +102,21 @@ def test_a_window_of_no_tokens_is_none(kind: str):
     described = QWEN3 | {"model_type": kind, "use_sliding_window": True, "max_window_layers": 0}
     assert parse_config(described | {"sliding_window": 8}).sliding_window_tokens == 8
     assert parse_config(described | {"sliding_window": 0}).sliding_window_tokens is None
+
+
+def test_a_window_that_is_not_named_is_that_of_transformers():
+    described = {name: value for name, value in QWEN3.items() if name not in ("sliding_window", "hidden_act")}
+    for kind in ("mistral", "gemma2"):
+        assert parse_config(described | {"model_type": kind}).sliding_window_tokens == 4096
+        without = parse_config(described | {"model_type": kind, "sliding_window": None})
+        assert without.sliding_window_tokens is None
+        assert parse_config(hf_config(without, "bfloat16")) == without
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "layers", "heads", "kv_heads", "ffn_size"])
+def test_sizes_are_at_least_one(name):
+    with pytest.raises(ModelError, match=f"config.model.nano is .*{name} is 0: it must be at least 1"):
+        nano_config(64, **{name: 0})
 
 
 def test_missing_field_is_named():
