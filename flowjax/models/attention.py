@@ -338,7 +338,7 @@ def splash_attend(
     del positions, key_positions  # a segment is a run of tokens: their order says who is earlier
     tokens, heads, dim = query.shape[1:]
     kernel = _splash_kernel(tokens, heads, window_tokens, soft_cap, interpret)
-    query = query * jnp.asarray(dim**-0.5 if scale is None else scale, query.dtype)
+    query = (query * jnp.float32(dim**-0.5 if scale is None else scale)).astype(query.dtype)  # as in `attend`
 
     def row(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array, keys: jax.Array) -> jax.Array:
         by_head = (x.swapaxes(0, 1) for x in (query, key, value))

@@ -43,6 +43,8 @@ class Lora:
             raise ModelError(
                 f"config.policy.lora.targets is {list(self.targets)}: name at least one of {', '.join(known)}"
             )
+        if len(set(self.targets)) < len(self.targets):
+            raise ModelError(f"config.policy.lora.targets is {list(self.targets)}: name each once")
         if self.rank < 1:
             raise ModelError(f"config.policy.lora.rank is {self.rank}: it must be at least 1")
         if not 0 <= self.dropout < 1:
@@ -113,9 +115,9 @@ def lora_branch(
     b: Float[Array, "rank out"],
     scale: float | Float[Array, ""],
 ) -> Float[Array, "*tokens out"]:
-    """scale * (x A) B in the precision of x."""
-    low = (x @ a.astype(x.dtype)) * jnp.asarray(scale, x.dtype)
-    return low @ b.astype(x.dtype)
+    """scale * (x A) B in the precision of x; the scale itself is not rounded to it."""
+    low = (x @ a.astype(x.dtype)) * jnp.asarray(scale, jnp.float32)
+    return low.astype(x.dtype) @ b.astype(x.dtype)
 
 
 @jax.custom_vjp

@@ -27,6 +27,8 @@ LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
 def test_scale():
     assert Lora(16, 32.0).scale == 2.0
     assert Lora(16, 32.0, rslora=True).scale == 8.0
+    with pytest.raises(ModelError, match=r"targets is .*: name each once"):
+        Lora(16, 32.0, targets=("q_proj", "q_proj"))
 
 
 def test_one_product_has_the_values_and_gradients_of_two():
