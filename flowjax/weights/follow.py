@@ -442,5 +442,5 @@ class _Retry:
     def failed(self) -> None:
         now = time.monotonic()
         self._first_s = self._first_s or now
-        self._next_s = now + min(_FIRST_RETRY_S * 2**self.failures, _LAST_RETRY_S)
+        self._next_s = now + min(_FIRST_RETRY_S * 2 ** min(self.failures, 30), _LAST_RETRY_S)
         self.failures += 1

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from flowjax.config import default_config
 from flowjax.run import resolve
 from flowjax.weights import follow
-from flowjax.weights.follow import Follower, WeightsError
+from flowjax.weights.follow import Follower, WeightsError, _Retry
 from flowjax.weights.hand_over import PeftHandOver, hand_over, write_peft_folder
 from flowjax.weights.publish import CheckpointError, Checkpoints, read_adapter
 from flowjax.workflows import served_version
@@ -620,3 +620,10 @@ def test_a_version_of_another_run_under_its_name_is_not_taken_for_its_own(tmp_pa
             assert follower.current("agent") == (1, name), "what it wrote down is its own"
 
     asyncio.run(scenario())
+
+
+def test_a_version_may_fail_for_days():
+    retry = _Retry()
+    for _ in range(5000):
+        retry.failed()
+    assert not retry.due() and retry.failures == 5000
