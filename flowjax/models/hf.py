@@ -187,7 +187,7 @@ def load_decoder(
         sharding = placement.of(spec.axes) if placement else jax.sharding.SingleDeviceSharding(jax.devices()[0])
         read = functools.partial(_read_part, tensors, name, spec, config)
         parts = [
-            _stream(read, spec, index, device, in_layers=name not in _OUTER)
+            _stream(read, spec, index, device)
             for device, index in sharding.addressable_devices_indices_map(spec.shape).items()
         ]
         array = jax.make_array_from_single_device_arrays(spec.shape, sharding, parts)
@@ -241,19 +241,17 @@ def _read_part(tensors: TensorFolder, name: str, spec: ParamSpec, config: ModelC
     return part
 
 
-def _stream(
-    read: Callable[[Any], np.ndarray], spec: ParamSpec, index: Any, device: Any, *, in_layers: bool
-) -> jax.Array:
-    """One device's part of a parameter, put there in pieces of a few layers."""
+def _stream(read: Callable[[Any], np.ndarray], spec: ParamSpec, index: Any, device: Any) -> jax.Array:
+    """One device's part of a parameter, put there in pieces of a few layers, or of a few rows of a table."""
     shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, spec.shape, strict=True))
     start, stop, _ = index[0].indices(spec.shape[0])
-    layer_bytes = math.prod(shape[1:]) * np.dtype(spec.dtype).itemsize
-    step = max(1, PIECE_BYTES // max(1, layer_bytes))
-    if not in_layers or step >= stop - start:
+    slice_bytes = math.prod(shape[1:]) * np.dtype(spec.dtype).itemsize
+    step = max(1, PIECE_BYTES // max(1, slice_bytes))
+    if step >= stop - start:
         return jax.device_put(read(index), device)
     array = jnp.zeros(shape, spec.dtype, device=device)
     for first in range(start, stop, step):
-        array = _write_layers(
+        array = _write_piece(
             array, read((slice(first, min(first + step, stop)), *index[1:])), jnp.asarray(first - start)
         )
         array.block_until_ready()  # the piece is free before the next is read
@@ -261,7 +259,7 @@ def _stream(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write_layers(array: jax.Array, piece: jax.Array, first: jax.Array) -> jax.Array:
+def _write_piece(array: jax.Array, piece: jax.Array, first: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(array, piece, first, axis=0)
 
 
