@@ -199,8 +199,10 @@ def _turned_bytes(config: ModelConfig, size: int, shards: int, ways: int) -> int
 # Dense bfloat16 FLOP/s of one device, from the makers' data sheets; the first name whose words the device's kind has
 # counts. A v5e calls itself "TPU v5 lite" and a v5p "TPU v5".
 PEAK_FLOPS = {
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "GH200": 989e12,
     "B200": 2250e12,

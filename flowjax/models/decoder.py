@@ -192,8 +192,8 @@ class Decoder(nnx.Module):
             if layers[0] not in owners:
                 continue
             # The stack holds only the layers that own the parameter: places in it, evenly spaced as the layers are.
-            first, last = owners.index(layers[0]), owners.index(layers[-1])
-            cut = slice(first, last + 1, max(1, (last - first) // max(1, len(layers) - 1)))
+            places = [owners.index(layer) for layer in layers]
+            cut = slice(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
             whole = len(layers) == len(owners)  # slices are copies
             stacked[name] = array if whole else jax.tree.map(lambda leaf, cut=cut: leaf[cut], array)
         return stacked

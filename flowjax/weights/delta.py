@@ -1,8 +1,8 @@
 """Versions of weights as they travel: whole, or as what differs from a version that the receiver has.
 
 A packed version stands for a folder of safetensors and other files, bit for bit. Each tensor is cut into chunks, and
-each chunk takes the smallest of three forms, all of them as byte planes (the first bytes of all numbers, then the
-second ones, ...) under zstd:
+each chunk takes one of three forms, sparse where few numbers differ and else the smaller of the others, all of them as
+byte planes (the first bytes of all numbers, then the second ones, ...) under zstd:
 
     whole    its numbers
     dense    the differences to the base's numbers, as integers, zigzag: small ones of either sign are small
@@ -112,12 +112,12 @@ def _write_chunks(out: BinaryIO, new: _TensorFile, base: _TensorFile | None) -> 
         numbers, before = new.numbers(tensor), base.like(tensor) if base else None
         for start in range(0, len(numbers), CHUNK_NUMBERS):
             cut = slice(start, start + CHUNK_NUMBERS)
-            form, parts = _smallest(numbers[cut], None if before is None else before[cut], compress)
+            form, parts = _in_some_form(numbers[cut], None if before is None else before[cut], compress)
             out.writelines(parts)
             yield [form, *(len(part) for part in parts)]
 
 
-def _smallest(new: np.ndarray, base: np.ndarray | None, compress: Any) -> tuple[str, list[bytes]]:
+def _in_some_form(new: np.ndarray, base: np.ndarray | None, compress: Any) -> tuple[str, list[bytes]]:
     if base is None:
         return "whole", [compress(_planes(new))]
     places = np.flatnonzero(new != base)
