@@ -83,7 +83,7 @@ async def play(
     turns: list[Turn] = []
     move: Move | None = None
     observation: Observation | None = None
-    outcome = dict.fromkeys(world.OUTCOMES, 0.0)
+    outcome: dict[str, float] = {}
     status: Status = "ok"
     error = answer = ""
     try:
@@ -105,6 +105,8 @@ async def play(
         status, error = "truncated", str(too_long)
     except EnvDied as died:
         status, error = died.status, str(died)
+    if not turns:  # otherwise the world has said them, and what it leaves out must not pass for a failure
+        outcome = dict.fromkeys(world.OUTCOMES, 0.0)
     outcome |= turn_counts(turns)
     last = shown_as(view=observation.view) if observation is not None else ""
     return Played([AgentTurns(AGENT, turns, outcome, last)], outcome, status, error, kept_answer(answer))

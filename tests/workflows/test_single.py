@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +198,16 @@ def test_when_the_environment_dies_the_turns_so_far_remain(folder: Path, status:
     played = episode(folder, ["right"] * 3, session=LocalSession(dies_at=3, status=status))
     assert (played.status, played.error, len(played.turns)) == (status, "gone", 2)
     assert played.outcome["success"] == 0.0 and played.outcome["turns"] == 2.0
+
+
+def test_outcomes_that_the_world_leaves_out_are_not_made_up(folder: Path):
+    class Misspelt(LocalSession):
+        async def step(self, action: str) -> Step:
+            return replace(await super().step(action), outcome={"sucess": 1.0})
+
+    assert episode(folder, ["left"], session=Misspelt(), max_turns=1).outcome.keys() == {"sucess", *OUTCOMES["agent"]}
+    at_once = episode(folder, ["left"], session=LocalSession(dies_at=1))
+    assert at_once.outcome["success"] == 0.0 and not at_once.turns, "no step was taken that could have said it"
 
 
 def test_a_prompt_that_grows_too_long_truncates_the_episode(folder: Path):
