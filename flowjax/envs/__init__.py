@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 import numpy as np
 
 from flowjax.fields import declared_types, load_module, option_problems
-from flowjax.grading.answers import without_thoughts
+from flowjax.grading.answers import between_tags, without_thoughts
 from flowjax.records import Status, Task, state_key
 
 if TYPE_CHECKING:
@@ -421,21 +421,15 @@ def check_split(split: str) -> None:
 def tagged_action(reply: str, legal: tuple[str, ...]) -> str | None:
     """The legal action that a reply names, in whatever case: in its last `<action>` pair, or as the whole of a reply
     without tags."""
-    text = without_thoughts(reply).lower()
-    # From the end: reasoning that comes first may mention the tags, or weigh other actions in them.
-    end = text.rfind("</action>")
-    if end >= 0:
-        start = text.rfind("<action>", 0, end)
-        if start < 0:
-            return None
-        text = text[start + len("<action>") : end]
-    elif "<action>" in text:
+    text = between_tags(without_thoughts(reply), "action")
+    if text is None:
         return None
     action = text.strip()
-    if action in legal:
-        return action
+    for said in (action, action.lower()):
+        if said in legal:
+            return said
     for said in (action, action.strip(" .*`'\"")):  # as it stands, or as a model may set it off
-        meant = [each for each in legal if each.lower() == said]
+        meant = [each for each in legal if each.lower() == said.lower()]
         if len(meant) == 1:
             return meant[0]
     return None

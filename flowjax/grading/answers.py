@@ -25,6 +25,17 @@ def without_thoughts(reply: str) -> str:
     return "" if "<think>" in after else after.strip()
 
 
+def between_tags(text: str, tag: str) -> str | None:
+    """Contents of the last pair of tags, in whatever case; the whole text where it has no tag, None where no pair."""
+    # From the end: reasoning that comes first may mention the tags, or weigh other actions in them.
+    tags = list(re.finditer(rf"<(/?){tag}>", text, re.IGNORECASE))
+    end = max((each.start() for each in tags if each[1]), default=-1)
+    start = max((each.end() for each in tags if not each[1] and each.start() < end), default=-1)
+    if not tags:
+        return text
+    return text[start:end] if start >= 0 else None
+
+
 def normalise_answer(text: str) -> str:
     """Lower case, without ASCII punctuation and English articles, words one space apart."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())

@@ -145,5 +145,6 @@ def test_the_action_of_a_reply(reply: str, action: str | None):
 def test_legal_actions_may_have_capitals():
     assert tagged_action("<action>Move North</action>", ("Move North", "Move South")) == "Move North"
     assert tagged_action("move south", ("Move North", "Move South")) == "Move South"
+    assert tagged_action("<ACTION>Bxc3</ACTION>", ("bxc3", "Bxc3")) == "Bxc3"
     assert tagged_action("take ELLIE", ("take Ellie", "take ellie")) == "take ellie"
     assert tagged_action("take ellie", ("take Ellie", "take ELLIE")) is None, "it does not say which"
