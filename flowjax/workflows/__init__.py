@@ -259,8 +259,15 @@ def _file(module: str) -> str:
 
 def _statements(origin: str) -> list[ast.AST]:
     """Those of a file outside its functions and classes, none where it is not Python's: it is read and not run, which
-    may take seconds."""
-    return list(_outermost(ast.parse(Path(origin).read_text()))) if origin.endswith(".py") else []
+    may take seconds.
+
+    Raises:
+        WorldError: it cannot be read as Python.
+    """
+    try:
+        return list(_outermost(ast.parse(Path(origin).read_text()))) if origin.endswith(".py") else []
+    except SyntaxError as error:
+        raise WorldError(f"{origin}, line {error.lineno}: {error.msg}: mend it") from error
 
 
 def _outermost(block: ast.AST) -> Iterator[ast.AST]:

@@ -71,6 +71,15 @@ def test_a_launch_takes_the_page_s_command(in_turn: ModuleType, monkeypatch: pyt
     assert inspect_run(read_request([*arguments, rewarded, "--dry_run"]).run, 1, None)["problems"] == []
 
 
+def test_a_dry_run_names_the_line_that_is_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "half_written.py").write_text("AGENTS = ('agent',)\nasync def play(task\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(ROOT)
+    arguments = ["--config=configs/sokoban.py:nano", "--config.workflow=half_written:play", "--dry_run"]
+    problems = inspect_run(read_request(arguments).run, 1, None)["problems"]
+    assert any(text.endswith("half_written.py, line 2: '(' was never closed: mend it") for text in problems)
+
+
 def test_all_workflows_are_listed_with_their_agents():
     listed = dict(re.findall(r"^\| `(flowjax\.workflows\.\w+):play`.*? \| (.*?) \|", PAGE, re.MULTILINE))
     folder = Path(single.__file__).parent
