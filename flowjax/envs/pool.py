@@ -11,6 +11,7 @@ import itertools
 import logging
 import mmap
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowjax.envs import EnvDied, Observation, Step, find_world
+from flowjax.envs import EnvDied, Observation, RemoteEnv, Step, World, find_world
 from flowjax.envs.worker import (
     BUSY,
     DEADLINE_NS,
@@ -84,7 +85,11 @@ class _WorkerProcess(asyncio.Protocol):
                 [sys.executable, "-m", "flowjax.envs.worker", *map(str, numbers)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                    "PYTHONHASHSEED": "0",  # a world's order of a set is that of every other worker
+                },
                 start_new_session=True,  # so that what an environment started can be killed with it
             )
 
@@ -327,3 +332,37 @@ class PooledEnv:
     def _leave(self) -> None:
         if self._worker is not None:
             self._worker.sessions -= 1
+
+
+async def irregularity(world: type[World], env: RemoteEnv, task: Task, turns: int) -> str:
+    """A fault that shows when an environment is given the same actions, drawn at random, twice; "" for none.
+
+    Raises:
+        EnvDied: it is gone.
+    """
+    walks: list[list[dict[str, Any]]] = []
+    for _ in range(2):
+        draws, observation = random.Random(0), await env.reset(task, 0)
+        seen = [_shown_by(observation)]
+        for turn in range(1, turns + 1):
+            step = await env.step(draws.choice(observation.legal_actions or ("",)))
+            if lacking := sorted(set(world.OUTCOMES) - step.outcome.keys()):
+                has = f"has {', '.join(step.outcome) or 'nothing'}, but not {', '.join(lacking)}"
+                return f"the outcome of turn {turn} {has}: name all of {world.__name__}.OUTCOMES in every step"
+            observation = step.observation
+            seen.append({**_shown_by(observation), "reward": step.reward, "terminal": step.terminal})
+            if step.terminal:
+                break
+        walks.append(seen)
+    for turn, (one, other) in enumerate(zip(*walks, strict=False)):  # of different lengths, one has ended before
+        for name in one:
+            if one[name] != other[name]:
+                return (
+                    f"the same actions gave {name} {one[name]!r} on turn {turn} and, on one env object again, "
+                    f"{other[name]!r}: have reset() set all state"
+                )
+    return ""
+
+
+def _shown_by(observation: Observation) -> dict[str, Any]:
+    return {name: getattr(observation, name) for name in ("state_key", "legal_actions", "view")}

@@ -19,7 +19,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options, taught_options
-from flowjax.envs import NotReady, World, WorldError, find_world, is_refusal, naming_options_of
+from flowjax.envs import EnvDied, NotReady, World, WorldError, find_world, is_refusal, naming_options_of
 from flowjax.envs.demonstrations import base_words, is_executor
 from flowjax.launch.checks import in_base, on_each_policy
 from flowjax.launch.devices import (
@@ -32,7 +32,7 @@ from flowjax.launch.devices import (
     shown_axes,
 )
 from flowjax.launch.machine import unprepared
-from flowjax.records import Episode, Lease, Task, pack, unpack
+from flowjax.records import Lease, Task, pack, unpack
 from flowjax.rollout.sidecar import unserved_targets, unserved_windows
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
 from flowjax.workflows import declared, demonstrates, outcomes_of, workflow_problem
@@ -397,10 +397,11 @@ def _checkpoints(run: Run, folder: Path) -> Iterator[str]:
 
 
 def _first_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
-    """An episode without engines, in which every reply is empty: what breaks it, of one's own, would break all."""
+    """An episode without engines, in which every reply is empty: what breaks it, of one's own, would break all. Then
+    the world alone, twice."""
     from flowjax.canvas.backends import OfflineBackend, Rule
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
-    from flowjax.envs.pool import EnvPool
+    from flowjax.envs.pool import EnvPool, irregularity
     from flowjax.rollout.episode import EpisodePlayer
 
     kind, config = find_world(run.config.env.name), run.config
@@ -409,18 +410,22 @@ def _first_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
         return  # it is tested, or what it is played with, or asks, is not there yet
     task = task_at((held_out_tasks if config.eval.versions else train_tasks)(config), 0)
 
-    async def play() -> Episode:
+    async def play() -> str:
         async with asyncio.timeout(limit_s), EnvPool(step_timeout_s=config.env.step_timeout_s) as pool:
             player = EpisodePlayer.of_run(run, pool=pool, backend=OfflineBackend([Rule()]))
-            return await player.play(unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0))))
+            episode = await player.play(unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0))))
+            if episode.status == "env_error":
+                return f"of which an episode where every reply is empty fails ({episode.error}): mend it"
+            async with pool.session(config.env.name, task_options(config, task.source)) as env:
+                try:
+                    found = await irregularity(kind, env, task, config.env.max_turns)
+                except EnvDied as died:
+                    found = f"{died}: mend it"
+            return found and f"where legal actions are taken at random: {found}"
 
     with contextlib.suppress(TimeoutError):  # a world that is slow to open may be sound
-        episode = asyncio.run(play())
-        if episode.status == "env_error":
-            yield (
-                f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}, of which an episode "
-                f"where every reply is empty fails ({episode.error}): mend it"
-            )
+        if found := asyncio.run(play()):
+            yield f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}, {found}"
 
 
 def main() -> None:

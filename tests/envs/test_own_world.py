@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 BROKEN = """
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from flowjax.envs import World
 from countdown import Countdown, CountdownEnv
 
@@ -45,6 +45,31 @@ class Stuck(Countdown):
 
 class StuckEnv(CountdownEnv):
     def step(self, action): return super().step(action.split()[1])
+
+class Forgetful(Countdown):
+    OUTCOMES = ("success", "reached")
+
+class Growing(Countdown):
+    def env(self): return GrowingEnv()
+
+class GrowingEnv(CountdownEnv):
+    taken = 0
+    def step(self, action):
+        self.taken += 1
+        step = super().step(action)
+        return replace(step, observation=replace(step.observation, state_key=self.taken))
+
+class Hashed(Countdown):
+    def env(self): return HashedEnv()
+
+class HashedEnv(CountdownEnv):
+    def reset(self, task, seed): return replace(super().reset(task, seed), state_key=hash("a state") % 2**63)
+
+class Fragile(Countdown):
+    def env(self): return FragileEnv()
+
+class FragileEnv(CountdownEnv):
+    def step(self, action): return super().step(action[:len(action) and 1 / 0])
 
 class Picky(Countdown):
     @dataclass(frozen=True)
@@ -217,6 +242,13 @@ def test_a_file_that_is_not_there_is_a_fault_of_this_machine(countdown: type[Wor
     [
         ("countdown:Countdown", "flowjax.workflows.single:play", ""),
         ("broken:Stuck", "flowjax.workflows.single:play", "IndexError: list index out of range"),
+        ("broken:Forgetful", "flowjax.workflows.single:play", "turn 1 has success, but not reached: name all of Forge"),
+        (
+            "broken:Growing",
+            "flowjax.workflows.single:play",
+            "on turn 1 and, on one env object again, ",
+        ),
+        ("broken:Fragile", "flowjax.workflows.single:play", "at random: ZeroDivisionError: division by zero: mend it"),
         ("countdown:Countdown", "broken:play", "TypeError: config.workflow returned Observation"),
     ],
 )
@@ -227,6 +259,14 @@ def test_an_episode_of_ones_own_is_played_before_engines_start(
     config.env.name, config.workflow, config.reward.components = world, workflow, {"success": 1.0}
     found = list(_first_episode(resolve(config), limit_s=3600.0))
     assert len(found) == bool(error) and all(world in text and workflow in text and error in text for text in found)
+
+
+def test_worlds_that_key_states_by_hash_have_the_same_keys_in_every_worker(countdown: type[World]):
+    async def key() -> int:
+        async with EnvPool() as pool, pool.session("broken:Hashed", {}) as env:
+            return (await env.reset(Task("t", "countdown", 0, {"target": 1, "numbers": [1, 2]}), 0)).state_key
+
+    assert asyncio.run(key()) == asyncio.run(key())
 
 
 def test_a_view_of_another_type_costs_the_episode_and_says_so(countdown: type[World]):
