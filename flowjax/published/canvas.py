@@ -224,7 +224,7 @@ _FINISHING = re.compile(
 )
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN_ID = re.compile(r"\b(n[0-9]{1,9})(\.(?:condition|true|false))?\b")
-_DIGITS = re.compile(r"[0-9]{1,9}")
+_NUMBER = re.compile(r"(?:(?<!\w)-)?[0-9]{1,9}")
 _QUOTES = "`'\"*. \t\r\n"
 _MAX_CORRECTED_NAMES = 200  # comparing names is the slow part; nobody means that many operators
 
@@ -264,10 +264,10 @@ class _Repair:
     unclosed_tag       a closing tag is missing           needless_tag     a tag that does not belong to the action
     order              tags in another order              names            Custom for custom, add for ADD
     separators         other separators than commas       count            put between 1 and 10
-    position           another text around the number     target           another text around the id
+    position           0 at least, without other text     target           another text around the id
     prompts            too many, too few or empty         structure        `sequence`, which is a workflow
     bare_operator      only an operator's name            bare_workflow    only a text form
-    finish_phrase      "ready to finish" and the like
+    finish_phrase      "ready to finish" and the like     stray_sign         < or </ inside a value
     """
 
     def __init__(self, text: str, operators: Collection[str]):
@@ -332,8 +332,9 @@ class _Repair:
         return elements
 
     def from_elements(self, elements: list[tuple[str, str]]) -> Action:
-        values = dict(reversed(elements))  # of a repeated tag the first; prompts, one for each operator, may repeat
-        if len([tag for tag, _ in elements if tag != "prompt"]) > len([tag for tag in values if tag != "prompt"]):
+        values = dict(reversed(elements))  # of a repeated tag the first
+        said = [value for tag, value in elements if tag == "prompt"]  # one for each operator
+        if len(elements) - len(said) > len(values) - ("prompt" in values):
             self.note("repeated_tag")
         self.correct_action(values)
         form = form_of(list(values.items()))
@@ -344,8 +345,8 @@ class _Repair:
         if sorted(given, key=wanted.index) != given or elements[0][0] != "action":
             self.note("order")
         values = {tag: value for tag, value in values.items() if tag == "action" or tag in wanted}
-        prompts = [value for tag, value in elements if tag == "prompt" and value] if "prompt" in wanted else []
-        if prompts != [value for tag, value in elements if tag == "prompt"]:
+        prompts = [value for value in said if value] if "prompt" in wanted else []
+        if prompts != said:
             self.note("prompts")
         check_order(form, [tag for tag in wanted if tag in values and (tag != "prompt" or prompts)])
         values.pop("prompt", None)
@@ -403,9 +404,9 @@ class _Repair:
                 values[tag] = ", ".join(map(self.name, names))
             case "count" | "position":
                 most = MAX_LOOP_COUNT if tag == "count" else MAX_POSITION
-                digits = _DIGITS.search(value)
-                # A count is 1 at least, a position 0.
-                number = str(min(max(int(digits[0]), tag == "count"), most)) if digits else ""
+                least = 1 if tag == "count" else 0
+                found = _NUMBER.search(value)
+                number = str(min(max(int(found[0]), least), most)) if found else ""
                 if number != value:
                     self.note(tag)
                 if number:

@@ -59,6 +59,12 @@ ADD = "<action>add</action><operator>Custom</operator>"
             ("separators", "names", "count"),
         ),
         (f"{ADD}<position>at 0</position>", Add(CUSTOM, "", 0), ("position",)),
+        (f"{ADD}<position>-3</position>", Add(CUSTOM, "", 0), ("position",)),
+        (
+            "<action>add</action><structure>loop</structure><operators>Revise</operators><count>0</count>",
+            Add(Loop(REVISE, 1)),
+            ("count",),
+        ),
         (f"{ADD}<position>first</position>", Add(CUSTOM), ("position",)),
         ("<action>delete</action><target>node n3</target>", Delete("n3"), ("target",)),
         (
