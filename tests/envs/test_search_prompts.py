@@ -34,7 +34,9 @@ def said(messages: Any) -> str:
             "answer[b]",  # which was no action, though the prompt asks for reasoning before it
             "search[a]",
         ),
-        ("<think><search>a</search></think>", "search[a]", "search[a]"),
+        ("<think><search>a</search></think>", None, "search[a]"),
+        ("<think>maybe <answer>b</answer> but no</think> I do not know", None, "answer[b]"),
+        ("<think>maybe <answer>b</answer> but the", None, "answer[b]"),
         ("<think>a</think><search>a</search><answer>b</answer>", None, "search[a]"),
         ("<answer>Lake Como</answer>", "answer[Lake Como]", "answer[Lake Como]"),
         ("<ANSWER>x</Answer>", "answer[x]", "answer[x]"),

@@ -82,6 +82,9 @@ def test_what_the_expert_says_is_read_back(style):
     [
         ("<think>so</think><action>Click[8 Ounce]</action>", "click[8 ounce]"),
         ("<action>click[< prev]</action> or rather <action> search[red  Shoes] </action>", "search[red  shoes]"),
+        ("<think>I could <action>click[8 ounce]</action> but the price", None),
+        ("<think>not <action>click[8 ounce]</action></think> I do not know", None),
+        ("<think>so</think> click 8 ounce", "click[8 ounce]"),
         ("search lotion rose", "search[lotion rose]"),
         ("click < prev", "click[< prev]"),
         ("click[8 ounce]", "click[8 ounce]"),

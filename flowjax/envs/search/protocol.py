@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowjax.envs.search.corpus import RELATIONS, SYLLABLES, Document, split_name
+from flowjax.grading.answers import without_thoughts
 
 ProtocolName = Literal["rewardflow", "asearcher"]
 
@@ -78,11 +79,10 @@ def read_action(action: str, legal: Sequence[str]) -> tuple[str, str] | None:
 
 def parse_tags(reply: str, legal: Sequence[str]) -> str | None:
     """The action of a reply that holds exactly one pair of exactly one of the legal tags, behind its reasoning: there
-    tags may be weighed, as long as an action comes after it."""
+    tags may be weighed."""
     verbs = {template.split("[")[0] for template in legal}
-    found = [(match[1], match[2].lower(), match) for match in _TAG.finditer(reply) if match[2].lower() in verbs]
-    thought = reply.rfind("</think>")
-    tags = [tag for tag in found if tag[2].start() > thought] or found
+    reply = without_thoughts(reply)
+    tags = [(match[1], match[2].lower(), match) for match in _TAG.finditer(reply) if match[2].lower() in verbs]
     if [tag[0] for tag in tags] != ["", "/"] or tags[0][1] != tags[1][1]:
         return None
     action = action_of(tags[0][1], reply[tags[0][2].end() : tags[1][2].start()])

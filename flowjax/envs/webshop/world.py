@@ -52,6 +52,7 @@ from flowjax.envs.webshop.pages import (
 )
 from flowjax.envs.webshop.search import query_key
 from flowjax.fields import Interval
+from flowjax.grading.answers import between_tags, without_thoughts
 from flowjax.records import Task, state_key
 
 if TYPE_CHECKING:
@@ -146,18 +147,12 @@ class WebShop(World):
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
         """The action in the last pair of tags, or a whole reply without: `click[x]`, or `click x` and `open 3` as in
         compact."""
-        text = reply.lower()
-        start, end = text.find("<action>"), text.find("</action>")
-        if end >= 0:
-            end = text.rfind("</action>")
-            start = text.rfind("<action>", 0, end)
-            if start < 0:
-                return None
-            text = text[start + len("<action>") : end]
-        elif start >= 0:
+        said = without_thoughts(reply).lower()
+        text = between_tags(said, "action")
+        if text is None:
             return None
         action = text.strip()
-        if "[" not in action and end < 0:
+        if "[" not in action and text == said:
             name, _, argument = action.partition(" ")
             if name == OPEN:
                 return dict(zip(PLACES, _products(legal), strict=False)).get(argument.strip())
