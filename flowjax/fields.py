@@ -326,6 +326,18 @@ def type_problem(kind: Any, value: Any) -> str | None:
     return None
 
 
+def with_tuples(kind: Any, value: Any) -> Any:
+    """A value of the annotated type `kind`, in which lists, as messages bring them, are tuples where it has tuples."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if not isinstance(value, list):
+        return value
+    if origin in (Annotated, typing.Union, types.UnionType):
+        return next((made for each in arguments if isinstance(made := with_tuples(each, value), tuple)), value)
+    if (origin or kind) is not tuple:
+        return value
+    return tuple(with_tuples(arguments[0] if arguments else Any, item) for item in value)
+
+
 def option_problems(path: str, options: Mapping[str, Any], declared: Mapping[str, Any], owner: str) -> Iterator[str]:
     """Faults of options at `path`, which `owner` declares by name and annotated type."""
     for name, value in options.items():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 
-from flowjax.fields import declared_types, load_module, option_problems
+from flowjax.fields import declared_types, load_module, option_problems, with_tuples
 from flowjax.grading.answers import between_tags, without_thoughts
 from flowjax.records import Status, Task, state_key
 
@@ -173,10 +173,11 @@ class World(ABC):
         WorldError: an option is unknown, or has a value that it cannot have.
         """
         kind = type(self)
-        for problem in option_problems("env.options", options, declared_types(kind.Options), kind.__name__):
+        declared = declared_types(kind.Options)
+        for problem in option_problems("env.options", options, declared, kind.__name__):
             raise WorldError(problem)
         try:
-            self.options: Any = kind.Options(**options)
+            self.options: Any = kind.Options(**{name: with_tuples(declared[name], options[name]) for name in options})
         except Exception as error:  # Options of one's own may refuse a value in any way
             if is_refusal(error):
                 raise

@@ -1,11 +1,13 @@
 """Every option of every world refuses values of another type, by its annotation alone."""
 
 import math
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 
-from flowjax.envs import WorldError, find_world
+from flowjax.envs import World, WorldError, find_world
 from flowjax.fields import declared_types, option_problems
 
 NAMES = ("Alfworld", "Canvas", "Code", "Math", "Search", "Sokoban", "WebShop")
@@ -48,3 +50,20 @@ def test_an_owner_that_takes_any_name_is_not_asked_about_others():
     assert not list(option_problems("config.credit.options", {"anything": 1}, types, "it"))
     (message,) = option_problems("config.credit.options", {"gamma": "a"}, types, "it")
     assert message == "config.credit.options.gamma is 'a': give a number"
+
+
+def test_options_are_tuples_again_where_a_message_has_made_lists_of_them():
+    @dataclass(frozen=True)
+    class Sizes:
+        sizes: tuple[int, ...] = ()
+        pairs: Annotated[tuple[tuple[int, ...], ...] | None, "or none"] = None
+        names: Sequence[str] | str = ""
+        listed: list[int] = field(default_factory=list)
+
+    class Sized(World):
+        Options = Sizes
+        env = tasks = None  # pyright: ignore
+
+    options = Sized(sizes=[5, 6], pairs=[[1, 2], []], names=["a"], listed=[1]).options
+    assert options == Sizes((5, 6), ((1, 2), ()), ["a"], [1])
+    assert WORLDS["Alfworld"](scenes=[407]).options == WORLDS["Alfworld"](scenes=(407,)).options

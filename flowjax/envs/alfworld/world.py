@@ -96,9 +96,6 @@ class AlfworldOptions:
     cache: str | None = None
 
     def __post_init__(self):
-        for name in ("task_types", "scenes"):  # lists, as messages bring them, cannot be keys of a cache
-            if isinstance(given := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(given))
         strange = [name for name in self.task_types if name not in TASK_TYPES]
         if strange or not self.task_types:
             raise WorldError(f"env.options task_types={strange or ()}: give some of {', '.join(TASK_TYPES)}")
