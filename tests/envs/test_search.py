@@ -418,12 +418,18 @@ def test_missing_questions_are_named(tmp_path: Path):
         ({"score": "bleu"}, "score is 'bleu': use one of"),
         ({"access": True}, "access=True needs protocol=asearcher"),
         ({"retriever": "ftp://x"}, "retriever='ftp://x'"),
+        ({"retriever": []}, r"retriever=\[\]: give local, or"),
         ({"search_timeout_s": 0}, "search_timeout_s=0"),
     ],
 )
 def test_wrong_options_are_named(options: dict, named: str):
     with pytest.raises(WorldError, match=named):
         Search(**options).env()
+
+
+def test_a_search_that_servers_answer_has_a_limit_which_a_launch_compares():
+    assert Search(retriever=["http://a:1"], search_timeout_s=9.0).longest_step_s() == 9.0
+    assert Search(search_timeout_s=9.0).longest_step_s() == 0.0, "the index is in the process"
 
 
 def test_answers_are_compared_as_exact_match_does():

@@ -1,12 +1,14 @@
 """Search: the retrieval server over real sockets, its three request formats, and environments that depend on it."""
 
 import asyncio
+import contextlib
 import http.server
 import json
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -273,7 +275,7 @@ def test_a_page_is_the_same_with_a_server(url: str):
 
 
 class Flaky(http.server.BaseHTTPRequestHandler):
-    """Fails as often as told, then answers nothing found."""
+    """Fails as often as asked, then answers nothing found."""
 
     failures: list[int]
     nothing: Mapping[str, Any] = MappingProxyType({"result": [[]]})
@@ -291,36 +293,89 @@ class Flaky(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize(("failures", "fails"), [([500, 503], False), ([429], False), ([404], True)])
-def test_failures_of_the_server_are_tried_again_and_refusals_are_not(failures: list[int], fails: bool):
-    handler = type("Handler", (Flaky,), {"failures": failures})
+@contextlib.contextmanager
+def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        retriever = RemoteRetriever([f"http://127.0.0.1:{server.server_port}"], wire="query", timeout_s=5)
         try:
-            if fails:
-                with pytest.raises(RetrievalError, match="status 404"):
-                    retriever.search("x", 1)
-            else:
-                assert retriever.search("x", 1) == []
+            yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize(("failures", "fails"), [([500, 503], False), ([429], False), ([404], True)])
+def test_failures_of_the_server_are_tried_again_and_refusals_are_not(failures: list[int], fails: bool):
+    handler = type("Handler", (Flaky,), {"failures": failures})
+    with serving(handler) as address:
+        retriever = RemoteRetriever([address], wire="query", timeout_s=5)
+        if fails:
+            with pytest.raises(RetrievalError, match="status 404"):
+                retriever.search("x", 1)
+        else:
+            assert retriever.search("x", 1) == []
 
 
 @pytest.mark.parametrize("passages", [[], [[]]])
 def test_a_server_that_finds_nothing_may_give_no_list_at_all(passages: list[Any]):
     handler = type("Handler", (Flaky,), {"failures": [], "nothing": {"results": {"passages": passages}}})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            retriever = RemoteRetriever([f"http://127.0.0.1:{server.server_port}"], wire="search", timeout_s=5)
-            assert retriever.search("x", 1) == []
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(handler) as address:
+        assert RemoteRetriever([address], wire="search", timeout_s=5).search("x", 1) == []
+
+
+class Dripping(Flaky):
+    """Answers some bytes at a time, ten a second."""
+
+    def do_POST(self) -> None:
+        body = json.dumps({"result": [[]]}).rjust(600).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        with contextlib.suppress(OSError):  # nobody listens any more
+            for byte in body:
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.1)
+
+
+@pytest.mark.parametrize("protocol", ["HTTP/1.0", "HTTP/1.1"])
+def test_a_server_that_never_stops_answering_ends_the_search_in_time(protocol: str):
+    handler = type("Handler", (Dripping,), {"protocol_version": protocol})
+    with serving(handler) as address, pytest.raises(RetrievalError, match=r"within 0\.5 s.*TimeoutError"):
+        RemoteRetriever([address], wire="query", timeout_s=0.5).search("x", 1)
+
+
+@pytest.mark.parametrize("protocol", ["HTTP/1.0", "HTTP/1.1"])
+def test_passages_without_an_id_are_named_by_their_contents(protocol: str):
+    passages = [{"id": None, "contents": "a"}, {"contents": "b"}, {"id": 0, "contents": "c"}]
+    handler = type(
+        "Handler", (Flaky,), {"failures": [], "nothing": {"result": [passages]}, "protocol_version": protocol}
+    )
+    with serving(handler) as address:
+        retriever = RemoteRetriever([address], wire="query", timeout_s=60)
+        first, second, third = retriever.search("x", 3)
+        assert len({first.id, second.id, "None"}) == 3 and third.id == "0"
+        assert retriever.search("x", 3) == [first, second, third]
+
+
+class Cut(Flaky):
+    """Breaks off its first answer."""
+
+    def do_POST(self) -> None:
+        if self.failures:
+            self.failures.pop()
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"{")
+        else:
+            super().do_POST()
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again():
+    with serving(type("Handler", (Cut,), {"failures": [0]})) as address:
+        assert RemoteRetriever([address], wire="query", timeout_s=60).search("x", 1) == []
 
 
 def test_a_dead_server_is_left_for_one_that_lives(url: str):

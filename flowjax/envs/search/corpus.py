@@ -267,8 +267,16 @@ def document(fields: Mapping[str, Any], row: int) -> Document:
     if not isinstance(contents, str):
         raise TypeError(f"contents is {type(contents).__name__}")
     contents = contents.encode(errors="replace").decode()  # half a surrogate pair, which JSON can spell, is in no text
-    found = Document(str(fields.get("id", row)), contents, str(fields.get("url") or ""))
+    found = Document(str(row if fields.get("id") is None else fields["id"]), contents, str(fields.get("url") or ""))
     return found if found.url else Document(found.id, contents, f"/wiki/{found.title.replace(' ', '_')}")
+
+
+def pages(documents: Sequence[Document]) -> dict[str, int]:
+    """Row of the first passage at each address."""
+    found: dict[str, int] = {}
+    for row, passage in enumerate(documents):
+        found.setdefault(passage.url, row)
+    return found
 
 
 def _line_starts(data: mmap.mmap) -> np.ndarray:

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from flowjax.envs import NotReady, WorldError
-from flowjax.envs.search.corpus import CORPUS, Corpus, Document, document, encyclopedia
+from flowjax.envs.search.corpus import CORPUS, Corpus, Document, document, encyclopedia, pages
 from flowjax.fields import load_named
 from flowjax.records import state_key
 
@@ -323,14 +323,6 @@ class LocalRetriever:
         return pages(self._documents)
 
 
-def pages(documents: Sequence[Document]) -> dict[str, int]:
-    """Row of the first passage at each address."""
-    found: dict[str, int] = {}
-    for row, passage in enumerate(documents):
-        found.setdefault(passage.url, row)
-    return found
-
-
 @functools.lru_cache(maxsize=2)
 def local(path: str, documents: int, seed: int) -> LocalRetriever:
     """The retriever that all environments of this process share: over a folder's corpus, or the generated one."""
@@ -365,7 +357,7 @@ class RemoteRetriever:
         else:
             asked = {"query": query} if self._wire == "query" else {"queries": [query]}
             found = self._post("/retrieve", {**asked, "topk": count, "return_scores": True}, _read_result)
-        return [document(fields, -1) if "id" in fields else _nameless(fields) for fields in found][:count]
+        return [_nameless(fields) if fields.get("id") is None else document(fields, -1) for fields in found][:count]
 
     def access(self, url: str) -> Document | None:
         [page] = self._post("/access", {"urls": [url]}, lambda answer: [answer["result"][0]])
@@ -397,6 +389,7 @@ class RemoteRetriever:
     def _exchange(
         self, server: tuple[str, int], path: str, body: Mapping[str, Any], timeout_s: float
     ) -> tuple[int, bytes]:
+        until, answer = time.monotonic() + timeout_s, bytearray()
         connection = self._connections.pop(server, None) or http.client.HTTPConnection(*server)
         connection.timeout = timeout_s
         if connection.sock is not None:  # already open: the attribute counts only when it connects
@@ -406,13 +399,20 @@ class RemoteRetriever:
             headers["X-API-Key"] = key
         try:
             connection.request("POST", path, json.dumps(body), headers)
+            sock: Any = connection.sock
             response = connection.getresponse()
-            answer = response.read()
+            while piece := response.read1():  # a time-out bounds one piece, and a slow answer comes in many
+                answer += piece
+                if not response.isclosed():
+                    sock.settimeout(max(until - time.monotonic(), 1e-3))
+            if response.length:
+                raise http.client.IncompleteRead(bytes(answer), response.length)
+            response.close()
         except BaseException:
             connection.close()
             raise
         self._connections[server] = connection  # kept alive for the next search
-        return response.status, answer
+        return response.status, bytes(answer)
 
 
 def _address(url: str) -> tuple[str, int]:

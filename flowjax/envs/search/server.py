@@ -34,7 +34,7 @@ import numpy as np
 from aiohttp import web
 
 from flowjax.envs import WorldError
-from flowjax.envs.search.corpus import HOW_TO_GET, Corpus, Document, encyclopedia
+from flowjax.envs.search.corpus import HOW_TO_GET, Corpus, Document, encyclopedia, pages
 from flowjax.envs.search.index import (
     KEY_VARIABLE,
     BM25Index,
@@ -45,7 +45,6 @@ from flowjax.envs.search.index import (
     Vectors,
     encode_passages,
     load_encoder,
-    pages,
     read_faiss,
     read_vectors,
 )

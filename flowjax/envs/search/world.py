@@ -120,6 +120,8 @@ class SearchOptions:
             raise WorldError(f"env.options hops={self.hops!r}: give numbers from 1 to {MAX_HOPS}")
         if not self.search_timeout_s > 0:
             raise WorldError(f"env.options search_timeout_s={self.search_timeout_s}: give a time above 0")
+        if not self.retriever:
+            raise WorldError(f"env.options retriever={self.retriever!r}: give local, or the address of a server")
         if self.access and self.protocol != "asearcher":
             raise WorldError("env.options access=True needs protocol=asearcher: RewardFlow's protocol opens no pages")
 
@@ -153,6 +155,9 @@ class Search(World):
 
     def env(self) -> "SearchEnv":
         return SearchEnv(self.options, self.options.open_retriever())
+
+    def longest_step_s(self) -> float:
+        return self.options.search_timeout_s if self.options.servers else 0.0
 
     def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
         """Every question of a split once, in an order that the data seed draws.
