@@ -58,7 +58,7 @@ from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, sha
 from flowjax.launch.machine import RunInUse, fetch_models, hold, to_fetch
 from flowjax.launch.preflight import examine
 from flowjax.launch.roles import choose_ports, drop_copies, engine_roles, int8_roles, publish_endpoints
-from flowjax.launch.session import OK, ROLE_FAILED, RunSession
+from flowjax.launch.session import OK, ROLE_FAILED, RunConsole, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import markdown, rows, summarise
@@ -442,7 +442,7 @@ def main(argv: Sequence[str]) -> int:
     if asks_help(argv, __doc__):
         return OK
     jax.config.update("jax_platforms", "cpu")  # this process only reads: the devices are the engine's
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = RunConsole() if sys.stdout.isatty() else RunConsole(width=140)
     try:
         requests = [_with_models(request) for request in read_requests(argv)]
         for request in requests:  # all of them before the first is played

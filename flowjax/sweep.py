@@ -49,6 +49,7 @@ from flowjax.launch.__main__ import read_request
 from flowjax.launch.checks import check_config, check_unchanged, differences
 from flowjax.launch.machine import RunInUse, check_unused, hold
 from flowjax.launch.preflight import Findings, examine
+from flowjax.launch.session import RunConsole
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, on_signals
 from flowjax.monitor.statistics import difference, task_interval
 from flowjax.run import resolve
@@ -360,7 +361,7 @@ def figure(sweep: Sweep, rows: Sequence[_Row]) -> str:
 def main(argv: Sequence[str]) -> int:
     if asks_help(argv, __doc__):
         return _OK
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = RunConsole() if sys.stdout.isatty() else RunConsole(width=140)
     try:
         files = [argument for argument in argv if not argument.startswith("-")]
         if len(files) != 1 or set(argv) - {files[0], "--dry_run"}:

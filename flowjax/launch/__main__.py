@@ -28,7 +28,6 @@ from pathlib import Path
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
-from rich.console import Console
 
 from flowjax.config import FIELDS, ConfigError, asks_help, load_run, save_run
 from flowjax.launch import command_line
@@ -57,7 +56,7 @@ from flowjax.launch.roles import (
     warm_start_roles,
 )
 from flowjax.launch.screen import clock, summary
-from flowjax.launch.session import OK, RunSession
+from flowjax.launch.session import OK, RunConsole, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.metrics import Progress, read_status
 from flowjax.monitor.provenance import recorded_start
@@ -210,7 +209,7 @@ def _do(argv: Sequence[str]) -> int:
     if any(argument.startswith("--role") for argument in argv):
         return _train(argv)
     request = read_request(argv)
-    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    console = RunConsole() if sys.stdout.isatty() else RunConsole(width=_PLAIN_WIDTH)
     if request.plan:
         return _show_layouts(request, console)
     if request.dry_run:
@@ -257,11 +256,11 @@ def _train(argv: Sequence[str]) -> int:
     if sorted(argument.partition("=")[0] for argument in argv) != ["--role", "--run"] or role != "trainer" or not run:
         reason = "is --role=trainer --run=<run folder> and nothing else: the run's own launch says how it is trained"
         return _refuse([f"what a task of a cluster's job is given {reason}"])
-    join.train(Path(run), Console(width=_PLAIN_WIDTH))
+    join.train(Path(run), RunConsole(width=_PLAIN_WIDTH))
     return OK
 
 
-def _start_ledger_anew(run: Run, console: Console) -> None:
+def _start_ledger_anew(run: Run, console: RunConsole) -> None:
     """Make a new ledger, whose tasks begin after all that were ever opened, by the old one or by the other files."""
     from flowjax.dataflow.ledger import start_anew
     from flowjax.weights.publish import committed_steps
@@ -282,7 +281,7 @@ def _start_ledger_anew(run: Run, console: Console) -> None:
 def _show_status(run_dir: Path) -> int:
     from flowjax.launch.screen import render_status
 
-    Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(render_status(run_dir))
+    RunConsole(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(render_status(run_dir))
     return OK
 
 
@@ -327,14 +326,14 @@ def _evict(run_dir: Path, name: str) -> int:
     return OK
 
 
-def _show_layouts(request: LaunchRequest, console: Console) -> int:
+def _show_layouts(request: LaunchRequest, console: RunConsole) -> int:
     from flowjax.launch import planner
 
     console.print(planner.render(request.run, request.plan), highlight=False, soft_wrap=True)
     return OK
 
 
-def _show_plan(request: LaunchRequest, console: Console) -> int:
+def _show_plan(request: LaunchRequest, console: RunConsole) -> int:
     from flowjax.launch.preflight import render_plan
 
     ports = choose_ports(request.run)
@@ -344,7 +343,7 @@ def _show_plan(request: LaunchRequest, console: Console) -> int:
     return USER_MISTAKE if found.problems else OK
 
 
-def _run(request: LaunchRequest, console: Console) -> int:
+def _run(request: LaunchRequest, console: RunConsole) -> int:
     run, devices = request.run, request.devices
     if not run.is_node:  # a node has it from the run
         make_run_id(run.folder)

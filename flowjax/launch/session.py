@@ -29,6 +29,14 @@ _SHOWN = (
 )  # events worth a line that stays; the screen shows the others
 
 
+class RunConsole(Console):
+    """Output of a run, which goes on where nobody reads it any more, as in `... | head`."""
+
+    def on_broken_pipe(self) -> None:
+        with contextlib.suppress(SystemExit):  # of rich, which sends what follows to nowhere first
+            super().on_broken_pipe()
+
+
 class RunSession:
     """Runs roles of one run folder until `done`. Signals: the first stops in order, the second at once.
 
@@ -47,7 +55,7 @@ class RunSession:
         look: Callable[[Progress], None] | None = None,
     ):
         self._run_dir, self._steps, self._warm_steps, self._stop_order = run_dir, steps, warm_steps, stop_order
-        self._console = console or Console()
+        self._console = console or RunConsole()
         self._look = look
         self._metrics = MetricsWriter(run_dir)
         self._interrupted: signal.Signals | None = None

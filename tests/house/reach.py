@@ -24,6 +24,7 @@ CALLED_FROM_OUTSIDE = {
     "facts_with_signature": "textworld's State",
     "find_class": "pickle.Unpickler",
     "log_message": "http.server",
+    "on_broken_pipe": "rich's Console",
     "should_preserve": "Orbax's preservation policies",
     "update_metadata": "vLLM's LoRA wrapper",
 }

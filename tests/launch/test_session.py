@@ -67,6 +67,12 @@ for step in (1, 2):
 writer.write("eval", step=2, version=2, episodes=8, success_rate=0.5, low=0.2, high=0.8)
 """
 
+WAITS = """
+import sys, time
+from pathlib import Path
+while not Path(sys.argv[1], "go on").exists(): time.sleep(0.02)
+"""
+
 
 def start(folder: Path, **scripts: str) -> subprocess.Popen[str]:
     for name, body in {"dataflow": SERVER, "trainer": TRAINER, **scripts}.items():
@@ -165,16 +171,21 @@ def test_one_signal_stops_in_order(tmp_path, number):
     assert (tmp_path / "dataflow.stopped").exists()
 
 
+def test_a_run_outlives_who_reads_its_output(tmp_path):
+    run = start(tmp_path, trainer=WAITS + TRAINER)
+    wait_for(tmp_path / "dataflow.started")
+    assert run.stdout is not None
+    run.stdout.close()
+    (tmp_path / "go on").touch()
+    assert run.wait(120) == 0
+    assert (tmp_path / "dataflow.stopped").exists()
+
+
 @pytest.mark.parametrize(("before", "status"), [(signal.SIG_DFL, 128 + signal.SIGHUP), (signal.SIG_IGN, 0)])
 def test_a_terminal_that_closes_stops_a_run_but_under_nohup(tmp_path, before, status):
-    waits = """
-        import sys, time
-        from pathlib import Path
-        while not Path(sys.argv[1], "go on").exists(): time.sleep(0.02)
-        """
     found = signal.signal(signal.SIGHUP, before)  # as nohup has it for what it starts
     try:
-        run = start(tmp_path, trainer=waits + textwrap.indent(TRAINER, 8 * " "))
+        run = start(tmp_path, trainer=WAITS + TRAINER)
     finally:
         signal.signal(signal.SIGHUP, found)
     wait_for(tmp_path / "dataflow.started")
