@@ -179,8 +179,9 @@ class Supervisor:
             until = time.monotonic() + grace_s
             while child.poll() is None and time.monotonic() < until and not self._hurried:
                 await asyncio.sleep(_POLL_S / 2)
-            if child.poll() is None and not self._hurried:
-                self._on_event(name, "kill", f"did not stop within {grace_s:.0f} s")
+            if child.poll() is None:
+                if not self._hurried:
+                    self._on_event(name, "kill", f"did not stop within {grace_s:.0f} s")
                 child.kill()
             await child.gone()
         keeper.cancel()
@@ -201,7 +202,7 @@ class Supervisor:
         ever_up = False
         restarted_s: list[float] = []  # times of the restarts that still count
         paused_s, said = None, ""  # since when the machine is at fault and not the role; what was reported of it
-        while True:
+        while role.name not in self._stopping:  # it may have waited for its restart when all were killed
             role, status, reason, trouble = await self._live(role, state)
             ever_up = ever_up or state.phase == "up"
             if role.name in self._stopping:
@@ -210,9 +211,12 @@ class Supervisor:
                 state.phase = "done"
                 self._on_event(role.name, "done", "")
                 return
-            if trouble:  # a full disk, say: it uses up no restart of the role
-                lived_s = time.time() - state.started_s if state.phase == "up" else 0.0
-                if paused_s is None or lived_s > self._assumed_up_s:  # a pause of its own, to be reported again
+            lived_s = time.time() - state.started_s if state.phase == "up" else 0.0
+            lived_long = lived_s > self._assumed_up_s
+            # A full disk, say: it uses up no restart of the role. But what comes up each time and then complains of a
+            # disk that can be written from here may do so without end.
+            if trouble and (not lived_long or probe(self._logs)):
+                if paused_s is None or lived_long:  # a pause of its own, to be reported again
                     paused_s, said = time.monotonic(), ""
                 state.phase, state.detail = "paused", f"{reason}: {trouble}"
                 if state.detail != said:

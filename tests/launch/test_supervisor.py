@@ -1,6 +1,7 @@
 """Real child processes that spawn children of their own."""
 
 import asyncio
+import itertools
 import os
 import resource
 import signal
@@ -287,6 +288,22 @@ def test_kill_ends_a_stop_under_way(tmp_path):
     assert not any(alive(pid) for pid in asyncio.run(main()))
 
 
+def test_kill_reaches_a_role_that_waits_for_its_restart(tmp_path):
+    events = []
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", on_event=lambda *event: events.append(event), backoff_s=0.5)
+        supervisor.start(role(tmp_path, "engine", "sys.exit(3)", restarts=1))
+        (keeper,) = [task for task in asyncio.all_tasks() if task.get_name() == "engine"]
+        await wait_until(lambda: supervisor.states["engine"].phase == "waiting")
+        supervisor.kill()
+        await asyncio.wait_for(keeper, 120)
+        await supervisor.stop()
+
+    asyncio.run(main())
+    assert [event for _, event, _ in events] == ["start", "down", "stopped"]
+
+
 def test_killed_role_takes_its_children_along_before_it_is_restarted(tmp_path):
     async def main():
         supervisor = Supervisor(tmp_path / "logs", backoff_s=0.01, assumed_up_s=0.1)
@@ -446,8 +463,9 @@ if len(started.read_text()) < 5:
     assert paused[0].startswith("exit status 1: No space left on device: make room")
 
 
-def test_a_disk_that_is_full_again_later_is_reported_again(tmp_path):
-    events = []
+def test_a_disk_that_is_full_again_later_is_reported_again(tmp_path, monkeypatch):
+    events, answers = [], itertools.cycle(["full", ""])  # after each life, then soon
+    monkeypatch.setattr("flowjax.launch.supervisor.probe", lambda folder: next(answers))
     body = (
         WORKER
         + """
@@ -466,6 +484,25 @@ if len(started.read_text()) < 3:
 
     asyncio.run(main())
     assert [event for _, event, _ in events].count("paused") == 2
+
+
+def test_a_role_that_complains_of_a_disk_each_time_it_was_up_uses_up_its_restarts(tmp_path):
+    events = []
+
+    async def main():
+        supervisor = Supervisor(
+            tmp_path / "logs", on_event=lambda *event: events.append(event), backoff_s=0.01, assumed_up_s=0.01
+        )
+        body = DIE.replace("sys.exit(3)", 'raise OSError(28, "No space left on device", "checkpoint")')
+        supervisor.start(role(tmp_path, "trainer", body, finite=True, restarts=2))
+        keeper = asyncio.create_task(kill_when_up(supervisor, "trainer", tmp_path))
+        with pytest.raises(RoleFailed, match=r"exit status 1, after 2 restarts"):
+            await supervisor.until(asyncio.sleep(250))
+        keeper.cancel()
+
+    asyncio.run(main())
+    assert [event for _, event, _ in events].count("restart") == 2
+    assert "No space left on device" in next(text for _, event, text in events if event == "down")
 
 
 def test_a_full_disk_ends_the_run_when_nobody_makes_room(tmp_path):
