@@ -19,7 +19,7 @@ from rich.text import Text
 
 from flowjax.config import ConfigError
 from flowjax.launch.checks import check_config, in_base, on_each_base
-from flowjax.launch.devices import Devices
+from flowjax.launch.devices import Devices, visible_accelerators
 from flowjax.launch.machine import (
     check_accelerators,
     check_engine,
@@ -144,21 +144,22 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
     needed_bytes = 0
     for policy in run.policies.values():
         trainer, model = policy.trainer, plan.get("bases", {}).get(policy.base.name, {}).get("model", {})
+        saved = model.get("policies", {}).get(policy.name, {})  # sizes of its own: ranks may differ
         kept = trainer.keep_checkpoints + 1  # the one being written
         kept += trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
         adapters = run.config.dataflow.max_staleness + 2
         versions = trainer.keep_checkpoints + 1 if trainer.checkpoint_every > 1 else 0  # between checkpoints
         if run.is_node:  # it has what engines read, and no state of the optimiser
-            needed_bytes += max(kept, adapters) * model.get("adapter_bytes", 0)
+            needed_bytes += max(kept, adapters) * saved.get("adapter_bytes", 0)
             continue
         adapters += kept if policy.train == "full" else 0  # each checkpoint has its own
-        needed_bytes += kept * model.get("checkpoint_bytes", 0) + adapters * model.get("adapter_bytes", 0)
-        needed_bytes += versions * model.get("version_bytes", 0)
+        needed_bytes += kept * saved.get("checkpoint_bytes", 0) + adapters * saved.get("adapter_bytes", 0)
+        needed_bytes += versions * saved.get("version_bytes", 0)
         # Nodes may join.
         if "rollout" in run.config.elsewhere or run.is_relayed or not is_loopback(run.config.dataflow.host):
             from flowjax.dataflow.files import KEPT
 
-            needed_bytes += 2 * (KEPT + 1) * model.get("adapter_bytes", 0)  # versions on their way, and their packs
+            needed_bytes += 2 * (KEPT + 1) * saved.get("adapter_bytes", 0)  # versions on their way, and their packs
     for name, base in run.bases.items():
         if base.engine.quantize == "int8" and base.engines:
             copy, there = served_folder(run, base), 0
@@ -272,7 +273,8 @@ def device_lines(run: Run, devices: Devices, found: Findings) -> list[tuple[str,
     """Devices of the trainer, of each base model's engines and of the other roles."""
     mesh = found.plan.get("mesh")
     shape = " x ".join(f"{name} {size}" for name, size in mesh.items()) if mesh else "does not fit"
-    note = "  (assumed: none here; --devices=N plans for N)" if devices.assumed else ""
+    here = len(visible_accelerators()) or "none"
+    note = f"  (assumed: {here} here; --devices=N plans for N)" if devices.assumed else ""
     if devices.shared:
         note += f"  (shared: the engine takes {run.config.engine.gpu_memory_fraction:.0%} of the memory)"
     trainer = (
@@ -313,20 +315,19 @@ def model_lines(run: Run, base: Base, model: Mapping[str, Any]) -> list[tuple[st
     engine, parallel = base.engine, base.engine.tensor_parallel
     kv_tokens = engine.max_concurrent_sequences * engine.max_model_tokens
     folder = f"{base.model.path}: {model['parameters']:,} parameters"
-    if "trained" in model:
-        every = run.config.trainer.checkpoint_every
-        between = f", one in {every} steps; {size(model['version_bytes'])} for a version between" if every > 1 else ""
-        lines = [
-            ("base", f"{folder}, {base.model.dtype} in the trainer"),
-            ("trained", f"{model['train']}, {model['trained']:,} parameters (float32)"),
-            (
-                "checkpoint",
-                f"{size(model['checkpoint_bytes'])} each, {run.config.trainer.keep_checkpoints} kept{between}",
-            ),
-            ("handed to the engine", f"{size(model['adapter_bytes'])} per version"),
+    trained = model.get("policies", {})
+    in_trainer = f"{base.model.dtype} in the trainer" if trained else "not trained"
+    lines = [("base", f"{folder}, {in_trainer}")]
+    for name, saved in trained.items():
+        trainer = run.policies[name].trainer
+        every = trainer.checkpoint_every
+        of = f" of {name}" if len(trained) > 1 else ""
+        between = f", one in {every} steps; {size(saved['version_bytes'])} for a version between" if every > 1 else ""
+        lines += [
+            (f"trained{of}", f"{saved['train']}, {saved['trained']:,} parameters (float32)"),
+            (f"checkpoint{of}", f"{size(saved['checkpoint_bytes'])} each, {trainer.keep_checkpoints} kept{between}"),
+            (f"handed to the engine{of}", f"{size(saved['adapter_bytes'])} per version"),
         ]
-    else:
-        lines = [("base", f"{folder}, not trained")]
     return [
         *lines,
         (

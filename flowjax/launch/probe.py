@@ -357,14 +357,14 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, on: str, 
     lora = Lora(**policy.lora.to_dict()) if policy.train == "lora" else None
     adapter = sum(math.prod(s.shape) for ab in adapter_specs(model, lora).values() for s in ab.values()) if lora else 0
     trained = adapter if lora else model.parameter_count()
-    plan["model"] |= {
+    saved = plan["model"].setdefault("policies", {})[policy.name] = {
         "train": policy.train,
         "trained": trained,
         "checkpoint_bytes": 3 * cost.FLOAT32 * trained,  # the weights and AdamW's two moments
         "adapter_bytes": cost.DTYPE_BYTES.get(policy.base.engine.dtype, 2) * trained,
     }
     copied = lora is None and trainer.processes == 1  # the engines' copy is all of a version between two checkpoints
-    plan["model"]["version_bytes"] = plan["model"]["adapter_bytes"] if copied else cost.FLOAT32 * trained
+    saved["version_bytes"] = saved["adapter_bytes"] if copied else cost.FLOAT32 * trained
     if lora is not None and model.experts is not None:
         yield from unserved_targets(lora.targets)
     yield from unserved_windows(model)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ml_collections import ConfigDict
@@ -12,7 +13,7 @@ from flowjax.launch import machine
 from flowjax.launch.checks import check_config, check_unchanged, on_each_base
 from flowjax.launch.command_line import parse
 from flowjax.launch.devices import Devices, engine_accelerators, share_out
-from flowjax.launch.preflight import Findings, disk_bytes, render_plan
+from flowjax.launch.preflight import Findings, disk_bytes, model_lines, render_plan
 from flowjax.launch.probe import inspect_run
 from flowjax.launch.roles import (
     choose_ports,
@@ -225,11 +226,12 @@ def test_the_plan_shows_each_base_with_its_engines(judged, tmp_path: Path):
 
 
 def test_what_is_trained_on_each_base_takes_disk(both, tmp_path):
-    model = {"checkpoint_bytes": 30, "adapter_bytes": 10}
-    plan = {"bases": {"base": {"model": model}, "small": {"model": {**model, "checkpoint_bytes": 3}}}}
+    solver, verifier = {"checkpoint_bytes": 30, "adapter_bytes": 10}, {"checkpoint_bytes": 3, "adapter_bytes": 10}
+    models: dict[str, Any] = {"base": {"policies": {"solver": solver}}, "small": {"policies": {"verifier": verifier}}}
+    plan = {"bases": {name: {"model": model} for name, model in models.items()}}
     both.trainer.keep_checkpoints, both.dataflow.max_staleness = 3, 1
     assert disk_bytes(resolve(both), plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10)
-    plan["bases"]["base"]["model"]["served_bytes"] = 7
+    models["base"]["served_bytes"] = 7
     both.engine.quantize = "int8"
     run = resolve(both, tmp_path)
     assert disk_bytes(run, plan) == (4 * 30 + 3 * 10) + (4 * 3 + 3 * 10) + 7
@@ -247,6 +249,23 @@ def test_what_is_trained_on_each_base_takes_disk(both, tmp_path):
     assert disk_bytes(resolve(both), plan) == (4 * 30 + 11 * 10) + (4 * 3 + 11 * 10), "four versions and their packs"
     both.elsewhere = ("dataflow", "trainer")
     assert disk_bytes(resolve(both), plan) == 2 * 4 * 10, "a node has no optimiser's state"
+
+
+def test_policies_on_one_base_take_disk_each_by_its_own_rank(both):
+    """All were counted with the sizes of the last one."""
+    both.bases, both.policies.verifier = ConfigDict(), {"policy": {"lora": {"rank": 1}}, "trainer": {"steps": 3}}
+    run = resolve(both)
+    found = inspect_run(run, 3, None)
+    saved = found["plan"]["bases"]["base"]["model"]["policies"]
+    assert (
+        saved["solver"]["checkpoint_bytes"] == run.policies["solver"].lora.rank * saved["verifier"]["checkpoint_bytes"]
+    )
+    kept, adapters = both.trainer.keep_checkpoints + 1, both.dataflow.max_staleness + 2
+    assert disk_bytes(run, found["plan"]) == sum(
+        kept * each["checkpoint_bytes"] + adapters * each["adapter_bytes"] for each in saved.values()
+    )
+    lines = dict(model_lines(run, run.bases["base"], found["plan"]["bases"]["base"]["model"]))
+    assert lines["checkpoint of solver"].split()[0] != lines["checkpoint of verifier"].split()[0]
 
 
 def test_a_base_that_only_a_backend_of_the_world_asks_is_started_and_checked(config):

@@ -247,12 +247,13 @@ def test_a_resumed_run_keeps_its_folder(config, tmp_path, monkeypatch, asked):
 
 
 def test_disk_estimate_counts_what_is_kept(config):
-    plan = {"bases": {"base": {"model": {"checkpoint_bytes": 30, "adapter_bytes": 10}}}}
+    saved = {"checkpoint_bytes": 30, "adapter_bytes": 10}
+    plan = {"bases": {"base": {"model": {"policies": {"agent": saved}}}}}
     config.trainer.steps, config.trainer.keep_checkpoints, config.dataflow.max_staleness = 100, 3, 1
     assert disk_bytes(resolve(config), plan) == 4 * 30 + 3 * 10
     config.trainer.keep_every_steps = 50
     assert disk_bytes(resolve(config), plan) == 6 * 30 + 3 * 10
-    plan["bases"]["base"]["model"]["version_bytes"] = 1
+    saved["version_bytes"] = 1
     config.trainer.checkpoint_every = 10
     assert disk_bytes(resolve(config), plan) == 6 * 30 + 3 * 10 + 4, "the newest versions lie between two checkpoints"
 

@@ -282,7 +282,9 @@ def test_a_nodes_gpus_need_not_fit_the_trainers_mesh():
     assert "mesh" in inspect_run(resolve(config), 3, None)["problems"][0]
     config.elsewhere = ("dataflow", "trainer")
     found = inspect_run(resolve(config), 3, None)
-    assert found["problems"] == [] and found["plan"]["bases"]["base"]["model"]["adapter_bytes"] > 0
+    assert (
+        found["problems"] == [] and found["plan"]["bases"]["base"]["model"]["policies"]["solver"]["adapter_bytes"] > 0
+    )
 
 
 def test_windows_that_engines_would_not_serve_are_refused(tmp_path: Path):
