@@ -442,7 +442,7 @@ def main(argv: Sequence[str]) -> int:
     if asks_help(argv, __doc__):
         return OK
     jax.config.update("jax_platforms", "cpu")  # this process only reads: the devices are the engine's
-    console = RunConsole() if sys.stdout.isatty() else RunConsole(width=140)
+    console = RunConsole()
     try:
         requests = [_with_models(request) for request in read_requests(argv)]
         for request in requests:  # all of them before the first is played

@@ -361,7 +361,7 @@ def figure(sweep: Sweep, rows: Sequence[_Row]) -> str:
 def main(argv: Sequence[str]) -> int:
     if asks_help(argv, __doc__):
         return _OK
-    console = RunConsole() if sys.stdout.isatty() else RunConsole(width=140)
+    console = RunConsole()
     try:
         files = [argument for argument in argv if not argument.startswith("-")]
         if len(files) != 1 or set(argv) - {files[0], "--dry_run"}:

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import os
 import signal
 import sys
 import time
@@ -55,17 +56,17 @@ from flowjax.launch.roles import (
     trainer_roles,
     warm_start_roles,
 )
-from flowjax.launch.screen import clock, summary
+from flowjax.launch.screen import clock, render_status, summary
 from flowjax.launch.session import OK, RunConsole, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.metrics import Progress, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.sinks import forwarding
 from flowjax.monitor.token import make_run_id, send_away
+from flowjax.monitor.trouble import explain
 from flowjax.run import Run, resolve, write_models
 
 _ANSWERS_S = 10.0  # longest that the dataflow is waited for
-_PLAIN_WIDTH = 140  # columns where there is no terminal to ask
 
 
 @dataclass(frozen=True)
@@ -150,13 +151,13 @@ def _fresh_folder(config: ConfigDict, values: flags.FlagValues) -> Path:
     if problems := [*FIELDS.fields["name"].problems("config.name", name)]:
         raise ConfigError(problems[0])
     if asked:
-        if (runs / name).exists():
+        if os.access(runs / name, os.F_OK):
             raise ConfigError(
                 f"{runs / name} exists already: go on with it by --resume={runs / name}, or give another --name"
             )
     else:
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        name = next(name for name in names if not (runs / name).exists())
+        name = next(name for name in names if not os.access(runs / name, os.F_OK))
     config.name = name
     return runs / name
 
@@ -209,14 +210,14 @@ def _do(argv: Sequence[str]) -> int:
     if any(argument.startswith("--role") for argument in argv):
         return _train(argv)
     request = read_request(argv)
-    console = RunConsole() if sys.stdout.isatty() else RunConsole(width=_PLAIN_WIDTH)
+    console = RunConsole()
     if request.plan:
         return _show_layouts(request, console)
     if request.dry_run:
         return _show_plan(request, console)
     run_dir = request.run.folder
     say = f"{'resuming' if request.resume else 'starting'} {run_dir}, logs in {run_dir / 'logs'}"
-    console.print(say, highlight=False, soft_wrap=True)
+    console.print(say, highlight=False, markup=False, soft_wrap=True)
     if request.run.is_node:
         from flowjax.launch import join
 
@@ -225,27 +226,32 @@ def _do(argv: Sequence[str]) -> int:
     if problems := [*found.problems, *found.here]:
         return _refuse(problems)
     models = {}
-    try:
-        if to_fetch(request.run):
-            models = fetch_models(request.run, run_dir)
-            request = replace(request, run=resolve(request.run.config, run_dir, models))
-            # Again: shapes, memory and tokenizers can be checked only now that the models are here.
-            found = examine(request.run, request.devices, resume=request.resume)
-            if problems := [*found.problems, *found.here]:
-                return _refuse(problems)
-        with hold(run_dir):  # before anything is written: of two launches that chose one name, this may be the second
+    if to_fetch(request.run):
+        models = fetch_models(request.run, run_dir)
+        request = replace(request, run=resolve(request.run.config, run_dir, models))
+        # Again: shapes, memory and tokenizers can be checked only now that the models are here.
+        found = examine(request.run, request.devices, resume=request.resume)
+        if problems := [*found.problems, *found.here]:
+            return _refuse(problems)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(hold(run_dir))  # before anything is written: another launch may have chosen this name
             if (run_dir / "config.json").exists() and not (request.resume or request.run.is_node):
                 raise RunInUse(f"{run_dir} was made by another launch meanwhile: start again, or give another --name")
             save_run(request.run.config, run_dir)
             write_models(run_dir, models)
-            command = [sys.executable, "-m", "flowjax.launch", *argv]
-            with recorded_start([run_dir], command, engine_python=request.run.config.engine.python) as start:
-                if request.fresh_ledger:
-                    _start_ledger_anew(request.run, console)
-                start["exit_status"] = _run(request, console)
-                return start["exit_status"]
-    except OSError as error:
-        return _refuse([f"run folder {run_dir}: {error.strerror}: give another --config.runs=<folder>"])
+        except OSError as error:
+            return _refuse([f"run folder {run_dir}: {error.strerror}: give another --config.runs=<folder>"])
+        command = [sys.executable, "-m", "flowjax.launch", *argv]
+        start = stack.enter_context(recorded_start([run_dir], command, engine_python=request.run.config.engine.python))
+        try:
+            if request.fresh_ledger:
+                _start_ledger_anew(request.run, console)
+            start["exit_status"] = _run(request, console)
+        except OSError as error:
+            reason = explain(error) or error.strerror or str(error) or type(error).__name__
+            start["exit_status"] = _refuse([f"{error.filename or run_dir}: {reason}: mend that, then --resume the run"])
+        return start["exit_status"]
 
 
 def _train(argv: Sequence[str]) -> int:
@@ -256,7 +262,7 @@ def _train(argv: Sequence[str]) -> int:
     if sorted(argument.partition("=")[0] for argument in argv) != ["--role", "--run"] or role != "trainer" or not run:
         reason = "is --role=trainer --run=<run folder> and nothing else: the run's own launch says how it is trained"
         return _refuse([f"what a task of a cluster's job is given {reason}"])
-    join.train(Path(run), RunConsole(width=_PLAIN_WIDTH))
+    join.train(Path(run), RunConsole())
     return OK
 
 
@@ -275,13 +281,11 @@ def _start_ledger_anew(run: Run, console: RunConsole) -> None:
     ahead = (config.dataflow.max_staleness + 2) * config.trainer.groups_per_step
     position = start_anew(run_dir / "dataflow.sqlite", least_position=max([opened, *made]) + ahead)
     say = f"a new ledger in {run_dir}: training goes on with task {position}; the old one lies beside it"
-    console.print(say, highlight=False, soft_wrap=True)
+    console.print(say, highlight=False, markup=False, soft_wrap=True)
 
 
 def _show_status(run_dir: Path) -> int:
-    from flowjax.launch.screen import render_status
-
-    RunConsole(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(render_status(run_dir))
+    RunConsole().print(render_status(run_dir))
     return OK
 
 
@@ -379,8 +383,8 @@ def _run(request: LaunchRequest, console: RunConsole) -> int:
         if run.is_node:
             console.print("the run has ended", highlight=False)
             return status
-        screen, wall_s = session.screen, time.time() - session.started_s
-        console.print(summary(screen.progress, wall_s=wall_s, states=screen.states))
+        wall_s = time.time() - session.started_s
+        console.print(summary(session.screen.progress, wall_s=wall_s, states=session.screen.states))
     elif run.is_node and (reason := _why_sent_away(run)):
         sent_away = f"the run has sent this node away {reason}: others play what it did"
         console.print(sent_away, highlight=False, markup=False, soft_wrap=True)
@@ -388,11 +392,8 @@ def _run(request: LaunchRequest, console: RunConsole) -> int:
         again = f"--resume={run.folder}"
         if run.is_node:
             again = f"--join={run.config.dataflow.url} --name={run.config.name}, and this node's own --config flags"
-        console.print(
-            f"stopped after {clock(time.time() - session.started_s)}; go on with: python -m flowjax.launch {again}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say = f"stopped after {clock(time.time() - session.started_s)}; go on with: python -m flowjax.launch {again}"
+        console.print(say, highlight=False, markup=False, soft_wrap=True)
     return status
 
 

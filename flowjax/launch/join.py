@@ -193,18 +193,20 @@ async def until_done(run: Run, console: Console) -> None:
     headers = {**bearer(known_token(run.folder)), **of_run(known_run_id(run.folder))}
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
         while True:
-            problem = ""
+            problem, finished = "", False
             try:
                 asked, here = {"hold_s": str(run.presence_s)}, read_endpoints(run.folder)["dataflow"]
                 async with session.get(f"{here}/finished", params=asked, raise_for_status=True) as answer:
-                    if (await answer.json())["finished"]:
-                        console.print(f"played here: {_playing(run)}", highlight=False, soft_wrap=True)
-                        return
+                    finished = (await answer.json())["finished"]
                 heard_s = time.monotonic()
             except aiohttp.ClientResponseError as error:
                 problem = _REASONS.get(error.status, f"HTTP {error.status}")
             except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
+            if finished:
+                with contextlib.suppress(OSError):  # its output fails, not the run
+                    console.print(f"played here: {_playing(run)}", highlight=False, soft_wrap=True)
+                return
             if time.monotonic() - heard_s > patience_s:
                 reason = f"the run at {url} has not answered for {patience_s:.0f} s ({problem})"
                 raise RoleFailed("mirror", 1, run.folder / "logs" / "mirror.log", reason)
@@ -235,7 +237,7 @@ def train(run_dir: Path, console: Console) -> None:
     """
     run = asyncio.run(_under_way(run_dir, console))
     if run is None:
-        console.print(f"the run in {run_dir} has ended", highlight=False, soft_wrap=True)
+        console.print(f"the run in {run_dir} has ended", highlight=False, markup=False, soft_wrap=True)
     else:
         _check_host(run)
         _become_trainer(run_dir)
@@ -266,7 +268,8 @@ async def _under_way(run_dir: Path, console: Console) -> Run | None:
                 problem = f"{type(error).__name__}: {error}"
             if time.monotonic() - said_s > _SAY_WAITING_EVERY_S:
                 said_s = time.monotonic()
-                console.print(f"waiting for the run in {run_dir} ({problem})", highlight=False, soft_wrap=True)
+                say = f"waiting for the run in {run_dir} ({problem})"
+                console.print(say, highlight=False, markup=False, soft_wrap=True)
             await asyncio.sleep(_LOOK_EVERY_S)
     return None if finished else read_run(run_dir)
 

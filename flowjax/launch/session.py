@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from flowjax.monitor.trouble import explain, probe
 OK, ROLE_FAILED = 0, 1
 _REFRESH_S = 0.4
 _PROBE_EVERY_S = 2.0
+_PLAIN_WIDTH = 140  # columns where there is no terminal to ask
 _SHOWN = (
     "down",
     "moved",
@@ -31,6 +33,9 @@ _SHOWN = (
 
 class RunConsole(Console):
     """Output of a run, which goes on where nobody reads it any more, as in `... | head`."""
+
+    def __init__(self):
+        super().__init__(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
     def on_broken_pipe(self) -> None:
         with contextlib.suppress(SystemExit):  # of rich, which sends what follows to nowhere first

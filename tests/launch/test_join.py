@@ -7,7 +7,7 @@ import signal
 import urllib.request
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from aiohttp import web
@@ -185,6 +185,19 @@ def test_a_node_says_why_it_is_refused(config, tmp_path):
             write_endpoints(tmp_path, {"dataflow": url})
             with pytest.raises(RoleFailed, match=r"it wants another key: set FLOWJAX_TOKEN"):
                 await join.until_done(resolve(config, tmp_path), Console())
+
+    asyncio.run(scenario())
+
+
+def test_a_node_whose_output_fails_still_ends_with_its_run(config, tmp_path):
+    async def scenario():
+        app = web.Application()
+        app.router.add_get("/finished", AsyncMock(side_effect=lambda request: web.json_response({"finished": True})))
+        async with TestServer(app) as server:
+            url = str(server.make_url("")).rstrip("/")
+            config.dataflow.update({"url": url, "lease_s": 1.0})
+            write_endpoints(tmp_path, {"dataflow": url})
+            await join.until_done(resolve(config, tmp_path), Mock(print=Mock(side_effect=OSError("a full disk"))))
 
     asyncio.run(scenario())
 

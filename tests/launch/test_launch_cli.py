@@ -1,11 +1,13 @@
 """The command as a user runs it, up to where a run would start."""
 
 import contextlib
+import errno
 import json
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from ml_collections import ConfigDict
@@ -16,6 +18,7 @@ from flowjax.launch.devices import Devices, share_out
 from flowjax.launch.machine import free_port, hold
 from flowjax.launch.preflight import Findings, disk_bytes, examine
 from flowjax.monitor.metrics import MetricsWriter, write_status
+from flowjax.monitor.provenance import read_starts
 from flowjax.run import Run, resolve, write_models
 
 
@@ -129,6 +132,34 @@ def test_of_two_launches_that_chose_one_name_the_second_changes_nothing(
     said = "a new run takes another --name" if under_way else "was made by another launch meanwhile"
     assert said in capsys.readouterr().err
     assert load_run(tmp_path / "runs" / "given").seed == config.seed
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "/models/a.json"),
+            "/models/a.json: No such file",
+        ),
+        (TimeoutError(), "runs/given: TimeoutError"),
+    ],
+)
+def test_what_ends_a_run_is_named_and_noted(recipe, tmp_path, monkeypatch, capsys, error, said):
+    """It was always the run's folder that could not be written."""
+    monkeypatch.setattr("flowjax.launch.__main__.examine", lambda *_, **__: Findings())
+    monkeypatch.setattr("flowjax.launch.__main__._run", Mock(side_effect=error))
+    monkeypatch.chdir(tmp_path)
+    assert main([f"--config={recipe}:named"]) == 2
+    assert capsys.readouterr().err.startswith(said)
+    (start,) = read_starts(tmp_path / "runs" / "given")
+    assert start["exit_status"] == 2 and start["ended_s"]
+
+
+def test_a_folder_for_runs_that_cannot_be_made_is_a_line(recipe, monkeypatch, capsys):
+    monkeypatch.setattr("flowjax.launch.__main__.examine", lambda *_, **__: Findings())
+    assert main([f"--config={recipe}:named", f"--config.runs={'n' * 300}"]) == 2
+    said = capsys.readouterr().err
+    assert "File name too long" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("flag", ["join", "name", "plan", "resume"])

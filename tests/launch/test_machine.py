@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import socket
@@ -121,6 +122,11 @@ def test_engine_interpreter_without_vllm_is_named(config, tmp_path):
     assert "has no vLLM" in message
     config.engine.python = "/no/such/python"
     assert "not an executable" in machine.check_engine(resolve(config).bases["base"])[0]
+    config.engine.python = str(bare)
+    bare.write_text("#!/no/such/interpreter\n")
+    assert "cannot be run" in machine.check_engine(resolve(config).bases["base"])[0]
+    bare.write_bytes(b"\x7f of no format")
+    assert "cannot be run" in machine.check_engine(resolve(config).bases["base"])[0]
 
 
 def test_fp8_is_for_gpus(config, monkeypatch):
@@ -220,6 +226,20 @@ def test_one_supervisor_per_run_folder(tmp_path):
     assert machine.check_unused(tmp_path) == []
     with machine.hold(tmp_path):
         pass
+
+
+def test_who_looks_at_a_run_keeps_no_launch_from_it(tmp_path, monkeypatch):
+    with (tmp_path / machine._LOCK_FILE).open("w") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr(machine.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+        with machine.hold(tmp_path):
+            pass
+
+
+def test_a_folder_that_may_not_be_looked_at_is_a_line(tmp_path):
+    """A name that is too long raises as a folder does that this user may not search."""
+    (tmp_path / "there").mkdir()
+    assert machine.check_folder(tmp_path / "there" / ("n" * 300) / "run") == []
 
 
 def test_accelerators_are_counted_as_cuda_would(tmp_path):
