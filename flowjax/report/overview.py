@@ -109,8 +109,9 @@ def timeline(
     Seconds are those since the epoch at the first launch; later ones are without the time that was `paused`.
     """
     rows: list[dict[str, Any]] = []
+    last_s = max((entry.get("time_s", 0.0) for entry in (*train, *evaluations, *events)), default=0.0)
     for role in dict.fromkeys(str(event.get("role", "")) for event in events):
-        spans = list(_role_spans([event for event in events if event.get("role") == role]))
+        spans = list(_role_spans([event for event in events if event.get("role") == role], last_s))
         if spans:
             rows.append({"name": role, "spans": spans})
     if warm_start is not None:
@@ -147,7 +148,7 @@ def _awake(time_s: float, paused: Sequence[tuple[float, float]]) -> float:
     return round(time_s - sum(min(time_s, to) - since for since, to in paused if time_s > since), 3)
 
 
-def _role_spans(events: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
+def _role_spans(events: Sequence[Mapping[str, Any]], until_s: float) -> Iterator[list[Any]]:
     """Spans of starting, up and down of one role, from what its supervisor said."""
     begins = "starting" if any(event.get("event") == "up" for event in events) else "up"  # some roles never say so
     phases = {"start": begins, "restart": begins, "up": "up", "down": "down", "paused": "down"}
@@ -158,6 +159,8 @@ def _role_spans(events: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
             yield [at, time_s, phase]
         phase = "" if name in ("done", "stopped", "failed") else phases.get(name, phase)
         at = time_s
+    if phase and until_s > at:  # of a run that goes on, or was killed
+        yield [at, until_s, phase]
 
 
 def _phases(line: Mapping[str, Any]) -> Iterator[list[Any]]:

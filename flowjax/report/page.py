@@ -7,6 +7,7 @@ evaluation, which the browser unpacks when somebody opens them: so a page of 200
 import base64
 import gzip
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from html import escape
@@ -73,7 +74,7 @@ def make_page(runs: Sequence[Path], *, groups_per_step: int = 0, known: dict[Any
         "TITLE": escape(", ".join(run["name"] for run in shown)),
         "STYLE": (ASSETS / "page.css").read_text(encoding="utf-8"),
         # No "<" of a text that a model wrote may be read as the end of the script, or as the place of another part.
-        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        "DATA": _json(data).replace("<", "\\u003c"),
         "PIECES": "\n".join(pieces),
         "SCRIPT": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     }
@@ -93,7 +94,20 @@ def _weights(run: Run) -> dict[str, dict[str, float]]:
 
 
 def _packed(piece: dict[str, Any]) -> str:
-    return base64.b64encode(gzip.compress(json.dumps(piece, separators=(",", ":")).encode(), _LEVEL, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(_json(piece).encode(), _LEVEL, mtime=0)).decode()
+
+
+def _json(value: Any) -> str:
+    """JSON that browsers read: a diverged policy has numbers that are none, which Python's would write as NaN."""
+    return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _pieces(run: Run, groups_per_step: int, notes: list[str], known: dict[Any, Made]) -> Iterator[Made]:

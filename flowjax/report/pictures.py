@@ -159,11 +159,16 @@ _SHADES = ("#f7f9fc", "#e3edf7", "#c8dcf0", "#a5c8e6", "#7fb0da", "#5b97cc")
 
 def draw_state_graph(run: Path) -> str | None:
     """State graph of a group of the run's last batch as SVG text; None where no trajectories were kept."""
-    newest = [(batches[-1], policy) for policy in read_run(run).policies if (batches := batches_of(run, policy))]
+    policies = read_run(run).policies
+    newest = [(batches[-1], policy) for policy in policies if (batches := batches_of(run, policy))]
     if not newest:
         return None
     step, name = max(newest)
-    policy, group = read_run(run).policies[name], most_divided(read_batch(run, name, step))
+    # None where the file was cut off before its first group, or none of them has a turn.
+    groups = [group for group in read_batch(run, name, step) if any(line["turns"] for line in group.lines)]
+    if not groups:
+        return None
+    policy, group = policies[name], most_divided(groups)
     table = build_table([group.as_group()], np.array(group.rewards))
     # What was trained on, not what the estimator gives this group alone: some compare over the whole batch.
     advantages = np.array([turn.get("advantage", 0.0) for line in group.lines for turn in line["turns"]])

@@ -172,6 +172,15 @@ def test_a_line_that_is_no_episode_is_left_out(tmp_path: Path):
     assert len(group.lines) == 1
 
 
+def test_a_batch_without_turns_is_not_drawn(run: Path):
+    last = batch_path(run, "agent", 3)
+    last.write_bytes(last.read_bytes()[:20])  # as a power cut leaves it
+    assert draw_state_graph(run) is None
+    with gzip.open(last, "wt") as file:
+        file.write('{"trajectory_id": "t", "group_id": "g", "turns": [], "outcome": {}}\n')
+    assert draw_state_graph(run) is None
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -1,6 +1,10 @@
 """Words and figures of the report, beside the run that they are about."""
 
+import base64
+import gzip
 import json
+import math
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -14,7 +18,7 @@ import numpy as np
 import pytest
 
 from flowjax.config import default_config, save_run
-from flowjax.monitor.transcripts import batch_path, read_lines, write_lines
+from flowjax.monitor.transcripts import batch_path, read_lines, trained_path, write_lines
 from flowjax.report import page
 from flowjax.report.__main__ import PageHandler, main
 from flowjax.report.credit import explain_credit
@@ -100,6 +104,32 @@ def test_the_night_between_a_crash_and_its_resume_is_no_time_of_the_run():
         [101.0, 110.0, "starting"], [110.0, 161.0, "up"], [161.0, 170.0, "starting"], [170.0, 191.0, "up"]
     ]  # fmt: skip
     assert [span[:2] for span in trainer["spans"]] == [[150.0, 154.0], [154.0, 160.0], [173.0, 178.0], [178.0, 180.0]]
+
+
+def test_what_is_up_when_a_run_goes_on_is_drawn_to_its_last_line():
+    started, up = ({"time_s": at, "role": "engine", "event": event} for at, event in ((100.0, "start"), (130.0, "up")))
+    (row, _) = timeline([{"time_s": 160.0, "wait_s": 4.0}], [], [started, up], None)
+    assert row["spans"] == [[100.0, 130.0, "starting"], [130.0, 160.0, "up"]]
+    (row, _) = timeline([{"time_s": 160.0, "wait_s": 4.0}], [], [started], None)
+    assert row["spans"] == [[100.0, 160.0, "up"]]
+
+
+def test_numbers_of_a_diverged_policy_are_json_that_browsers_read(tmp_path: Path):
+    run = record_run(tmp_path / "run", steps=2)
+    path = trained_path(run, "agent", 1)
+    write_lines(path, [{**line, "logprobs": [math.nan for _ in line["logprobs"]]} for line in read_lines(path)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "train", "step": 3, "policy": "agent", "entropy": math.inf}) + "\n")
+    text = make_page([run])
+    packed = re.findall(r'<script type="text/plain" id="piece-[^>]*>([^<]*)<', text)
+    data = text.partition('id="data"')[2].partition(">")[2].partition("</script>")[0]
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    for part in (data, *(gzip.decompress(base64.b64decode(piece)).decode() for piece in packed)):
+        json.loads(part, parse_constant=refuse)
+    assert packed
 
 
 def test_a_run_took_as_long_as_its_launches_whatever_its_trainers_did_side_by_side(tmp_path: Path):
