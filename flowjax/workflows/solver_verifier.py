@@ -7,6 +7,7 @@ compact prompts its reasoning is its own answer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -91,6 +92,8 @@ async def attempt(
     compares, and whether it is right."""
     observation = await env.reset(task, seed)
     asked = _asked(options.world, observation, options.prompt, rejected, review)
+    if rejected or review:  # who has read more is in another state
+        observation = replace(observation, state_key=state_key(observation.state_key, rejected, review))
     move = await take_turn(solver, asked, observation, options=options, env=env)
     step = move.step
     parts.append(AgentTurns(SOLVER, [move.turn], {**step.outcome, **turn_counts([move.turn])}))

@@ -112,6 +112,8 @@ async def _write(
 ) -> Move:
     """A program and what the hidden tests say of it; with `review`, after what was said of the one `before`."""
     messages = _to_write(options.world, problem, options.prompt, before, review)
+    if review:  # who has read more is in another state
+        problem = replace(problem, state_key=state_key(problem.state_key, before, review))
     move = await take_turn(writer, messages, problem, options=options, env=env)
     parts.append(AgentTurns(WRITER, [move.turn], {**move.step.outcome, **turn_counts([move.turn])}))
     return move

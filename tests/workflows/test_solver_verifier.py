@@ -95,6 +95,12 @@ def test_verdicts_on_different_answers_are_different_states(codec):
     assert len(states) == 2
 
 
+def test_second_attempts_are_in_the_state_of_what_was_rejected(codec):
+    first, other = (played(codec, [answer, "reject", "4 6"])[0].turns for answer in ("4 5", "4 7"))
+    assert first[0].state_key == other[0].state_key
+    assert len({first[0].state_key, first[2].state_key, other[2].state_key}) == 3
+
+
 @pytest.mark.parametrize(
     ("reply", "verdict"),
     [

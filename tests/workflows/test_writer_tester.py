@@ -75,6 +75,12 @@ def test_tests_of_different_programs_are_different_states(codec):
     assert states[0] == states[2] != states[1]
 
 
+def test_second_programs_are_in_the_state_of_the_first_and_its_review(codec):
+    first, other = (played(codec, [program, GOOD, RIGHT])[0].turns for program in (WRONG, HALF))
+    assert first[0].state_key == other[0].state_key
+    assert len({first[0].state_key, first[2].state_key, other[2].state_key}) == 3
+
+
 def test_a_tester_is_paid_for_right_tests_and_right_verdicts(codec):
     episodes = [played(codec, replies)[0] for replies in ([RIGHT, GOOD], [WRONG, GOOD, RIGHT], [RIGHT, BAD, RIGHT])]
     parts = [episode.parts[1] for episode in episodes]
