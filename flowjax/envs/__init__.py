@@ -331,6 +331,12 @@ def user_says(content: str) -> list[Message]:
     return [{"role": "user", "content": content}]
 
 
+def with_more(messages: Sequence[Message], text: str) -> list[Message]:
+    """Messages with more text at the end of the last one."""
+    *before, last = messages
+    return [*before, {**last, "content": last["content"] + text}]
+
+
 def _plain(view: Any) -> str:
     """A view that its world does not word: its text, or a line for each field."""
     if isinstance(view, str):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer
+from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer, with_more
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.grading.answers import without_thoughts
 from flowjax.records import Status, Task, Turn, state_key
@@ -73,18 +73,14 @@ async def play(
 def to_plan(world: World, problem: Observation, style: Style) -> list[Message]:
     """The planner's messages."""
     if style == "compact":
-        *before, last = world.prompt(problem, [], style)
-        return [*before, {**last, "content": f"{last['content']} {PLAN}"}]
+        return with_more(world.prompt(problem, [], style), f" {PLAN}")
     return [{"role": "user", "content": MAKE_PLAN.format(problem=question(world, problem))}]
 
 
 def to_solve(world: World, problem: Observation, style: Style, plan: str) -> list[Message]:
     """The solver's messages, with the plan where there is one."""
-    *before, last = world.prompt(problem, [], style)
-    if not plan:
-        return [*before, last]
     more = f" {PLAN} {plan}" if style == "compact" else WITH_PLAN.format(plan=plan)
-    return [*before, {**last, "content": last["content"] + more}]
+    return with_more(world.prompt(problem, [], style), more if plan else "")
 
 
 def vocabulary() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer
+from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer, with_more
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.grading.answers import without_thoughts
 from flowjax.records import Status, Task, state_key
@@ -83,8 +83,7 @@ def score_choice(choice: str, right: Mapping[str, float]) -> float:
 def to_route(world: World, problem: Observation, style: Style) -> list[Message]:
     """The router's messages."""
     if style == "compact":
-        *before, last = world.prompt(problem, [], style)
-        return [*before, {**last, "content": f"{last['content']} {ROUTE}"}]
+        return with_more(world.prompt(problem, [], style), f" {ROUTE}")
     return [{"role": "user", "content": CHOOSE.format(problem=question(world, problem))}]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer
+from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer, with_more
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.grading.answers import without_thoughts
 from flowjax.records import Status, Task, state_key
@@ -97,8 +97,7 @@ async def _choose(
 
 def _to_select(world: World, problem: Observation, style: Style, first: str, second: str) -> list[Message]:
     if style == "compact":
-        *before, last = world.prompt(problem, [], style)
-        return [*before, {**last, "content": f"{last['content']} {PICK} {first} {OR} {second}"}]
+        return with_more(world.prompt(problem, [], style), f" {PICK} {first} {OR} {second}")
     shown = SELECT.format(problem=question(world, problem), first=first, second=second)
     return [{"role": "user", "content": shown}]
 

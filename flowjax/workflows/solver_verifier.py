@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flowjax.envs import Context, EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer
+from flowjax.envs import Context, EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer, with_more
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.grading.answers import without_thoughts
 from flowjax.records import Status, Task, state_key
@@ -149,15 +149,13 @@ def _asked(world: World, observation: Observation, style: Style, rejected: str, 
     messages = world.prompt(observation, [], style)
     if not rejected and not review:
         return messages
-    *before, last = messages
     more = f" {WRONG} {rejected}" if style == "compact" else RETRY.format(answer=rejected, review=review)
-    return [*before, {**last, "content": last["content"] + more}]
+    return with_more(messages, more)
 
 
 def _to_judge(world: World, problem: Observation, style: Style, answer: str) -> list[Message]:
     if style == "compact":
-        *before, last = world.prompt(problem, [], style)
-        return [*before, {**last, "content": f"{last['content']} {CHECK} {answer}"}]
+        return with_more(world.prompt(problem, [], style), f" {CHECK} {answer}")
     return [{"role": "user", "content": VERIFY.format(problem=question(world, problem), answer=answer)}]
 
 

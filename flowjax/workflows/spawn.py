@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer, user_says
+from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer, user_says, with_more
 from flowjax.envs.demonstrations import Exchange, Tasks
 from flowjax.grading.answers import without_thoughts
 from flowjax.records import Status, Task, Turn, state_key
@@ -155,7 +155,6 @@ def worded(
     messages: list[Message], tasks: Sequence[str], answers: Sequence[str], style: Style, depth: int = 0
 ) -> list[Message]:
     """Messages with the answers of helpers where there are any, or else with the offer of some."""
-    *before, last = messages
     if style == "compact":
         more = f" {GOT} {f' {AND} '.join(answers)}" if answers else ""
     elif answers:
@@ -163,7 +162,7 @@ def worded(
         more = ANSWERED.format(answers="\n\n".join(f"{task}\nAnswer: {answer}" for task, answer in pairs))
     else:
         more = OFFER if depth < DEPTH else ""
-    return [*before, {**last, "content": last["content"] + more}]
+    return with_more(messages, more)
 
 
 def parse_spawn(reply: str, style: Style = "instruct") -> list[str] | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, World, user_says
+from flowjax.envs import EnvDied, Message, Observation, RemoteEnv, Step, Style, World, user_says, with_more
 from flowjax.envs.code.problems import Recipe
 from flowjax.envs.code.world import action_of_tests
 from flowjax.envs.demonstrations import Exchange, Tasks
@@ -206,12 +206,8 @@ def _json_tests(reply: str) -> list[Test]:
 
 
 def _to_write(world: World, problem: Observation, style: Style, before: str, review: str) -> list[Message]:
-    if not review:
-        return world.prompt(problem, [], style)
-    if style == "compact":
-        return user_says(f"{world.compact(problem, [])} {_AGAIN}")
-    *_, last = world.prompt(problem, [], style)
-    return user_says(last["content"] + RETRY.format(program=before, review=review))
+    more = f" {_AGAIN}" if style == "compact" else RETRY.format(program=before, review=review)
+    return with_more(world.prompt(problem, [], style), more if review else "")
 
 
 _AGAIN = "wrong"  # compact: after the problem of a program that was sent back
