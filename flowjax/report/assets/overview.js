@@ -65,7 +65,8 @@ function seriesOf(metric) {
 function banded(columns, metric) {
   const byStep = new Map();
   for (const one of columns) one.step.forEach((step, i) => { if (isNumber(one.metrics[metric][i])) byStep.set(step, [...(byStep.get(step) || []), one.metrics[metric][i]]); });
-  const x = [...byStep.keys()].sort((a, b) => a - b), of = (f) => x.map((step) => f(byStep.get(step)));
+  // A step that one seed lacks, since it ended or is behind, would be a mean of others.
+  const x = [...byStep.keys()].filter((step) => byStep.get(step).length === columns.length).sort((a, b) => a - b), of = (f) => x.map((step) => f(byStep.get(step)));
   return {x, y: of((all) => all.reduce((sum, value) => sum + value, 0) / all.length), low: of((all) => Math.min(...all)), high: of((all) => Math.max(...all))};
 }
 
@@ -86,7 +87,7 @@ function metricCharts() {
   const rest = [...new Set(DATA.runs.flatMap((run) => Object.values(run.policies).flatMap((one) => Object.keys(one.metrics))))].filter((name) => !known.has(name)).sort();
   const more = make("div", {class: "charts"});
   return [make("h2", {}, "Training, step by step"),
-    DATA.methods.some((members) => members.length > 1) ? make("p", {class: "hint"}, "Lines are means over the seeds of a method, bands reach from the lowest seed to the highest.") : null,
+    DATA.methods.some((members) => members.length > 1) ? make("p", {class: "hint"}, "Lines are means over the seeds of a method, at steps that all of them have; bands reach from the lowest seed to the highest.") : null,
     make("div", {class: "charts"}, METRICS.map(([name, title, share, help]) => lineChart({title, share, help, series: seriesOf(name)}))),
     make("details", {ontoggle: () => { if (!more.childElementCount) replace(more, rest.map((name) => lineChart({title: name, series: seriesOf(name)}))); }},
       make("summary", {}, `${rest.length} more metrics`), more)];
