@@ -152,9 +152,10 @@ class Planner:
         # Half of what they may be: prompts and replies are as long as their bounds only now and then.
         turns = 1 if run.config.env.context == "append" else run.config.env.max_turns
         self._length = max((rollout.max_prompt_tokens + rollout.max_new_tokens) // 2, 2)
-        sequences = trainer.groups_per_step * rollout.group_size * turns
-        self._trained_tokens = sequences * self._length
-        self._sampled_tokens = min(sequences * rollout.max_new_tokens // 2, self._trained_tokens)
+        episodes = trainer.groups_per_step * rollout.group_size
+        self._trained_tokens = episodes * turns * self._length
+        replies = episodes * run.config.env.max_turns
+        self._sampled_tokens = min(replies * rollout.max_new_tokens // 2, self._trained_tokens)
         row = _row(self._length, sampled_tokens=self._length * self._sampled_tokens // self._trained_tokens)
         self._token_flops = cost.step_flops(self.model, self._lora, [row]) / self._length
         self._trainers: dict[tuple[int, int, int, str], int] = {}  # bytes of those that were looked at

@@ -253,11 +253,13 @@ def batch_lines(config: ConfigDict) -> list[tuple[str, str]]:
     episodes = trainer.groups_per_step * rollout.group_size
     turns = episodes * config.env.max_turns
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    whole = config.env.context == "append"
+    sequences, which = (episodes, "an episode is one sequence") if whole else (turns, "each turn its own sequence")
     tokens = trainer.micro_batch_rows * trainer.row_tokens
     return [
         ("episodes per step", f"{trainer.groups_per_step} groups x {rollout.group_size} members = {episodes}"),
         ("turns per step", f"at most {episodes} x {config.env.max_turns} = {turns:,}"),
-        ("tokens per step", f"at most {turns:,} x {longest:,} = {turns * longest:,} (each turn its own sequence)"),
+        ("tokens per step", f"at most {sequences:,} x {longest:,} = {sequences * longest:,} ({which})"),
         ("rows per pass", f"{trainer.micro_batch_rows} rows x {trainer.row_tokens:,} tokens = {tokens:,} token slots"),
         ("passes per step", f"at most {-(-turns * longest // tokens):,} with full rows"),
         (

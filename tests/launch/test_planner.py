@@ -10,6 +10,7 @@ from flowjax.launch.checks import check_config
 from flowjax.launch.command_line import parse
 from flowjax.launch.devices import MEMORY_FRACTION, memory_plan, memory_together
 from flowjax.launch.planner import GIB, GPUS, Planner, read_machine, render
+from flowjax.launch.preflight import batch_lines
 from flowjax.models.lora import Lora
 from flowjax.run import Run, resolve
 
@@ -20,6 +21,7 @@ RECIPES = [
     for size in ("qwen3_8b", "qwen3_0_6b")
     if path.stem != "math_router"  # it has two base models, for which there are no plans
 ]
+APPEND = "--config.env.context=append"
 MACHINES = ("8xH100", "8xA100", "4xA100-40", "2xH200", "1xH200", "8xL4")
 
 
@@ -111,3 +113,12 @@ def test_what_cannot_be_planned_is_said(recipe, machine, flags, said):
     with pytest.raises(ConfigError) as error:
         render(run_of(recipe, *flags), machine)
     assert said in str(error.value)
+
+
+def test_an_appended_episode_has_all_its_replies_in_one_sequence():
+    window, append = (planner_of("sokoban.py:qwen3_8b", "8xH100", *flags) for flags in ((), (APPEND,)))
+    turns = append.run.config.env.max_turns
+    assert append._trained_tokens * turns == window._trained_tokens
+    assert append._sampled_tokens == min(window._sampled_tokens, append._trained_tokens)
+    (words,) = (words for name, words in batch_lines(append.run.config) if name == "tokens per step")
+    assert words == "at most 256 x 3,072 = 786,432 (an episode is one sequence)"
