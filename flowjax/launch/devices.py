@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ml_collections import ConfigDict
 
 from flowjax.launch.checks import on_each_policy
-from flowjax.rollout.sidecar import VLLM_RANKS, adapter_slots, tpu_chips
+from flowjax.rollout.sidecar import adapter_slots, served_rank, tpu_chips
 from flowjax.run import Base, Policy, Run
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ def adapter_slots_bytes(run: Run, base: Base, model: "ModelConfig", *, tensor_pa
         return 0
     # Every slot has room for any of them, and vLLM knows certain ranks alone.
     rank = max(lora.rank for lora in adapters)
-    rank = min((served for served in VLLM_RANKS if served >= rank), default=rank)
+    rank = served_rank(rank) or rank
     targets = tuple(dict.fromkeys(target for lora in adapters for target in lora.targets))
     slot = adapter_slot_bytes(model, Lora(rank, 1.0, targets=targets), tensor=tensor_parallel, dtype=base.engine.dtype)
     return adapter_slots(len(adapters), run.config.dataflow.max_staleness) * slot

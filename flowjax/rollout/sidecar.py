@@ -147,10 +147,15 @@ def unserved_windows(model: "ModelConfig") -> Iterator[str]:
         )
 
 
+def served_rank(rank: int) -> int | None:
+    """The rank that vLLM makes room for, where adapters have at most `rank`; None where it serves no such adapters."""
+    return next((served for served in VLLM_RANKS if served >= rank), None)
+
+
 def _lora_options(policies: Mapping[str, Policy], max_staleness: int) -> dict[str, Any]:
     adapters = [policy.lora for policy in policies.values()]
     rank = max(lora.rank for lora in adapters)
-    max_rank = next((served for served in VLLM_RANKS if served >= rank), None)
+    max_rank = served_rank(rank)
     if max_rank is None:
         raise ConfigError(f"config.policy.lora.rank is {rank}, but vLLM serves {VLLM_RANKS[-1]} at most: lower it")
     # Memory holds as many again: an evicted adapter is read from its folder anew, and if that is gone vLLM dies.
