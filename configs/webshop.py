@@ -70,7 +70,7 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.row_tokens = 110
     config.trainer.micro_batch_rows = 64
     config.optimizer.warmup_steps = 2
-    config.eval.tasks = 343  # all
+    config.eval.tasks = 370  # all
 
 
 def _nano_append(config: ConfigDict) -> None:

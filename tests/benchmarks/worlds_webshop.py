@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from flowjax.envs.webshop import WebShop
-from flowjax.envs.webshop.goals import words
+from flowjax.envs.webshop.goals import without_price, words
 from flowjax.envs.webshop.pages import BUY, PREVIOUS
 from flowjax.envs.webshop.world import PRICE_STEP, WebShopEnv
 from flowjax.records import Task
@@ -79,7 +79,7 @@ def rule_success(*, looks: bool, max_turns: int) -> float:
         assert isinstance(task, Task)
         env.reset(task, 0)
         goal, left = env.goal, max_turns - 1
-        results = env.step(f"search[{' '.join(words(goal.instruction.split(', and price lower than ')[0]))}]")
+        results = env.step(f"search[{' '.join(words(without_price(goal.instruction)))}]")
         wanted = [f"click[{value}]" for value in goal.options]
         for asin, _ in results.observation.view.products:
             item = env.step(f"click[{asin.lower()}]").observation

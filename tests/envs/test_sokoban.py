@@ -11,7 +11,7 @@ from two_processes import printed_in_two_processes
 from flowjax.envs import Past, Split, WorldError
 from flowjax.envs.sokoban import Sokoban
 from flowjax.envs.sokoban.levels import moves_to_go
-from flowjax.envs.sokoban.rooms import DIRECTIONS, key, move, parse, room_key
+from flowjax.envs.sokoban.rooms import DIRECTIONS, Room, key, move, parse, room_key
 from flowjax.envs.sokoban.world import SokobanEnv
 from flowjax.published.worlds import PublishedSokoban
 from flowjax.records import Task
@@ -226,8 +226,12 @@ def test_an_episode_in_append_mode_says_each_grid_once():
 
 
 def images(level: str) -> set[str]:
-    """The eight rotations and reflections of a level."""
+    """The eight rotations and reflections of a level, without the walls that lie beyond its floor."""
     grid, found = level.splitlines(), set()
+    for _ in range(4):
+        while not grid[0].strip("#"):
+            grid = grid[1:]
+        grid = ["".join(column) for column in zip(*grid[::-1], strict=True)]
     for _ in range(4):
         grid = ["".join(column) for column in zip(*grid[::-1], strict=True)]
         found |= {"\n".join(grid), "\n".join(line[::-1] for line in grid)}
@@ -239,24 +243,35 @@ def without_pieces(level: str) -> str:
 
 
 @pytest.mark.parametrize("options", [{}, {"rows": 5, "columns": 7}])
-def test_no_held_out_room_is_a_training_room_in_any_orientation(options: dict):
+def test_no_held_out_room_is_a_training_room_in_any_orientation_or_place(options: dict):
     seen: dict[Split, set[str]] = {"train": set(), "held_out": set()}
     for split, rooms in seen.items():
         for data_seed in range(3):
             source = Sokoban(**options).tasks(split, data_seed)
-            rooms.update(without_pieces(take(source, index).payload["level"]) for index in range(150))
-    held_out_images = {image for room in seen["held_out"] for image in images(room)}
-    assert not held_out_images & seen["train"]
-    assert min(map(len, seen.values())) > 50
+            for index in range(150):
+                rooms |= images(without_pieces(take(source, index).payload["level"]))
+    assert not seen["held_out"] & seen["train"]
+    assert min(map(len, seen.values())) > 250
 
 
-def test_room_keys_are_equal_for_orientations_and_for_nothing_else():
+def test_room_keys_are_equal_for_orientations_and_places_and_for_nothing_else():
     levels = {take(Sokoban(rows=6, columns=7).tasks("train", 0), index).payload["level"] for index in range(60)}
     by_key: dict[int, set[str]] = {}
     for level in levels:
-        for image in images(level):
-            by_key.setdefault(room_key(parse(image)[0]), set()).add(without_pieces(image))
-    assert all(rooms == images(next(iter(rooms))) for rooms in by_key.values())
+        room = without_pieces(level)
+        by_key.setdefault(room_key(parse(level)[0]), set()).add(min(images(room)))
+        for image in images(room):
+            lines = [f"##{line}#" for line in image.splitlines()]
+            wall = "#" * len(lines[0])
+            cells = "".join([wall, wall, *lines, wall])
+            moved = Room(len(lines) + 3, len(wall), *(where(cells, symbols) for symbols in ("_O", "O")))
+            by_key.setdefault(room_key(moved), set()).add(min(images(image)))
+    assert all(len(rooms) == 1 for rooms in by_key.values())
+    assert len(by_key) == len(set().union(*by_key.values()))
+
+
+def where(cells: str, symbols: str) -> int:
+    return sum(1 << cell for cell, symbol in enumerate(cells) if symbol in symbols)
 
 
 def test_levels_are_the_same_in_every_process():

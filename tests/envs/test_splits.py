@@ -8,6 +8,7 @@ import pytest
 from flowjax.envs import find_world
 from flowjax.envs.code.problems import PROBES, Recipe
 from flowjax.envs.sokoban.rooms import parse, room_key
+from flowjax.envs.webshop.goals import goal_words
 
 SEEDS = range(5)
 TASKS = 150  # of each split and seed, fewer where there are fewer
@@ -21,9 +22,7 @@ def computed(payload: Mapping[str, Any]) -> tuple[str, ...]:
 
 def wanted(payload: Mapping[str, Any]) -> tuple[Any, ...]:
     """A purchase without its price."""
-    goal = payload["goal"]
-    words = goal["instruction"].split(", and price")[0].lower()
-    return words, tuple(sorted(goal["attributes"])), tuple(sorted(goal["options"]))
+    return tuple(sorted(goal_words(payload["goal"]["instruction"].split(", and price")[0])))
 
 
 CASES: list[tuple[str, dict[str, Any], Callable[[Mapping[str, Any]], Any]]] = [

@@ -116,7 +116,7 @@ def parse(text: str) -> tuple[Room, Position]:
     return room, Position(player.bit_length() - 1, boxes)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=128)
 def _symmetries(rows: int, columns: int) -> np.ndarray:
     """Cell numbers of the grid's rotations and reflections that are no taller than wide, one image per row."""
     cells = np.arange(rows * columns).reshape(rows, columns)
@@ -125,12 +125,15 @@ def _symmetries(rows: int, columns: int) -> np.ndarray:
 
 
 def room_key(room: Room) -> int:
-    """64-bit key of walls and targets, equal for all rotations and reflections of a room."""
+    """64-bit key of walls and targets, equal for all rotations and reflections of a room, and wherever it lies within
+    outer walls of any size."""
     cells = range(room.rows * room.columns)
     codes = np.array([(room.floor >> c & 1) + (room.targets >> c & 1) for c in cells], np.uint8)
-    images = codes[_symmetries(room.rows, room.columns)]
-    shape = sorted((room.rows, room.columns))
-    return state_key(*shape, min(image.tobytes() for image in images))
+    codes = codes.reshape(room.rows, room.columns)
+    rows, columns = codes.any(1).nonzero()[0], codes.any(0).nonzero()[0]
+    inner = codes[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    images = inner.ravel()[_symmetries(*inner.shape)]
+    return state_key(*sorted(inner.shape), min(image.tobytes() for image in images))
 
 
 @functools.lru_cache(maxsize=8)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from flowjax.envs import NotReady, Split
 from flowjax.envs.webshop.catalog import Catalog, Product, load_catalog
@@ -21,7 +21,9 @@ GoalKind = Literal["synthetic", "human"]
 SplitBy = Literal["content", "index"]
 NO_LIMIT = 1_000_000.0  # dollars; the goal of a product for which there are no two round prices above its own
 LIMITS = tuple(10.0 * tens for tens in range(1, 100))
+HELD_OUT_ONE_IN = 5  # goals, by content: a small shop has few
 
+_LIMIT_CLAUSE = ", and price lower than "
 _FILLER_WORDS = "i am looking for need find me want to buy a an the with and price lower than dollars"
 _FILLER = frozenset(_FILLER_WORDS.split())
 _WORD = re.compile(r"[^\s,;:()\[\]]+")
@@ -107,32 +109,29 @@ def _limit(product: Product, data_seed: int, number: int) -> tuple[float, str]:
     if len(above) < 2:
         return NO_LIMIT, ""
     limit = max(random.Random(f"limit {data_seed} {product.asin} {number}").sample(above, 2))
-    return limit, f", and price lower than {limit:.2f} dollars"
+    return limit, f"{_LIMIT_CLAUSE}{limit:.2f} dollars"
 
 
-def _content(goal: Goal) -> tuple[Any, ...]:
-    """Words, attributes and options: goals alike in these are the same task, whatever their price."""
-    words = goal.instruction.split(", and price lower than ")[0].lower().split()
-    return tuple(words), tuple(sorted(goal.attributes)), tuple(sorted(goal.options))
+def _content(goal: Goal) -> tuple[str, ...]:
+    """Its words, in any order: goals that say the same are the same task, whatever their price and product."""
+    return tuple(sorted(set(words(without_price(goal.instruction)))))
 
 
 @lru_cache(maxsize=16)
 def split_goals(
-    path: str | None, products: int, seed: int, kind: GoalKind, data_seed: int, held_out: int, by: SplitBy
+    path: str | None, products: int, seed: int, kind: GoalKind, data_seed: int, by: SplitBy
 ) -> Mapping[Split, tuple[Goal, ...]]:
-    """Both splits, each in an order that the data seed draws: `held_out` contents are held out, a fifth of all at most.
+    """Both splits, each in an order that the data seed draws; one in `HELD_OUT_ONE_IN` contents is held out.
 
-    Which ones is decided by a hash of the content, so that no data seed trains on what another holds out; the data seed
-    changes the order and the prices only. By content, goals that say the same lie on the same side. By index they may
-    not, as in the published split: there a goal's content is its place in the catalog.
+    A hash of the content alone decides which, so that no data seed and no number of products trains on what another
+    holds out; the data seed changes the order and the prices only. By content, goals that say the same lie on the same
+    side. By index they may not, as in the published split: there a goal's content is its place in the catalog.
     """
     found = goals(load_catalog(path, products, seed, kind == "human"), kind, data_seed)
-    keys = [_content(goal) if by == "content" else (number,) for number, goal in enumerate(found)]
-    ranked = sorted(set(keys), key=lambda key: (state_key("webshop", repr(key)), key))
-    kept = set(ranked[: min(held_out, len(ranked) // 5)])
     both: dict[Split, list[Goal]] = {"held_out": [], "train": []}
-    for goal, key in zip(found, keys, strict=True):
-        both["held_out" if key in kept else "train"].append(goal)
+    for number, goal in enumerate(found):
+        content = _content(goal) if by == "content" else (str(number),)
+        both["train" if state_key("webshop", *content) % HELD_OUT_ONE_IN else "held_out"].append(goal)
     for split, chosen in both.items():
         random.Random(f"order {data_seed} {split}").shuffle(chosen)
     return {split: tuple(chosen) for split, chosen in both.items()}
@@ -144,10 +143,15 @@ def words(text: str) -> list[str]:
     return [word for word in found if word and word not in _FILLER]
 
 
+def without_price(instruction: str) -> str:
+    """An instruction without its price limit."""
+    return instruction.partition(_LIMIT_CLAUSE)[0]
+
+
 def goal_words(instruction: str) -> list[str]:
     """An instruction in short: its words, then "under" and the price in whole dollars."""
-    said, _, limit = instruction.partition(", and price lower than ")
-    return [*words(said), *(("under", limit.split(".")[0]) if limit else ())]
+    limit = instruction.partition(_LIMIT_CLAUSE)[2]
+    return [*words(without_price(instruction)), *(("under", limit.split(".")[0]) if limit else ())]
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from flowjax.envs.webshop.goals import (
     score,
     split_goals,
     type_score,
+    without_price,
     words,
 )
 from flowjax.envs.webshop.pages import (
@@ -77,23 +78,21 @@ inside <action> </action>."""
 class WebShopOptions:
     """The catalog is the first `products` of the files at `path`, or generated from `seed` where that is empty.
 
-    `held_out` different goals are held out, a fifth of all at most; `goals` is synthetic or human, `split_by` content
-    or, as published, index. For a share `hasty_share` of the goals the expert buys what it opens first, as it is.
+    `goals` is synthetic or human, `split_by` content or, as published, index. For a share `hasty_share` of the goals
+    the expert buys what it opens first, as it is.
     """
 
     path: str | None = None
     products: int = 1000
     seed: int = 0
     goals: GoalKind = "synthetic"
-    held_out: int = 500
     split_by: SplitBy = "content"
     show_attributes: bool = False
     hasty_share: Annotated[float, Interval(at_least=0, at_most=1)] = 0.0
 
     def __post_init__(self):
-        for name in ("products", "held_out"):
-            if getattr(self, name) < 1:
-                raise WorldError(f"env.options {name}={getattr(self, name)}: give 1 or more")
+        if self.products < 1:
+            raise WorldError(f"env.options products={self.products}: give 1 or more")
 
     def catalog(self) -> Catalog:
         return load_catalog(self.path or None, self.products, self.seed, self.goals == "human")
@@ -118,7 +117,7 @@ class WebShop(World):
 
         check_split(split)
         at: WebShopOptions = self.options
-        both = split_goals(at.path or None, at.products, at.seed, at.goals, data_seed, at.held_out, at.split_by)
+        both = split_goals(at.path or None, at.products, at.seed, at.goals, data_seed, at.split_by)
         if not both[split]:
             raise WorldError(f"env.options products={at.products} leaves no {split} goals: raise it")
         name = f"{at.goals}-{split}-{data_seed}"
@@ -192,7 +191,7 @@ class WebShop(World):
         action = super().random_action(observation, rng)
         if action != SEARCH_TEMPLATE:
             return action
-        known = words(observation.view.instruction.split(", and price lower than ")[0]) or ["gift"]
+        known = words(without_price(observation.view.instruction)) or ["gift"]
         count = min(len(known), int(rng.integers(1, MAX_RANDOM_WORDS + 1)))
         return f"search[{' '.join(cast(str, word) for word in rng.choice(known, count, replace=False))}]"
 
@@ -348,7 +347,7 @@ def _query(catalog: Catalog, goal: Goal) -> tuple[str, int]:
     the page that shows it, 0 where none does. What the goal says comes first: whoever imitates this knows no more."""
     number = catalog.by_asin[goal.asin]
     product = catalog.products[number]
-    asked = goal.instruction.split(", and price lower than ")[0]
+    asked = without_price(goal.instruction)
     values = " ".join(value for values in product.options.values() for value in values)
     texts = (
         asked,
