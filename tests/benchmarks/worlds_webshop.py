@@ -4,11 +4,13 @@ Actions are chosen beforehand, so that only `reset` and `step` are timed: 200 go
 legal actions (every search is one that was not asked before in that episode) and once with the expert's. The published
 engine renders HTML and parses it back; it does not install beside this project and is not timed here.
 
-Prints, too, what two rules solve that go by what compact pages show, on the goals of `webshop:nano`.
+Prints, too, what the expert and random actions reach on held-out goals, and what two rules solve that go by what
+compact pages show, on the goals of `webshop:nano`.
 """
 
 import math
 import time
+from typing import cast
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from flowjax.records import Task
 
 GOALS = 200
 MAX_TURNS = 15
+TURNS = (12, 15, 20)
 
 
 def _scripts(env: WebShopEnv, tasks: list[Task], rng: np.random.Generator | None) -> list[tuple[Task, list[str]]]:
@@ -94,9 +97,49 @@ def rule_success(*, looks: bool, max_turns: int) -> float:
     return won / len(source)
 
 
+def expert_turns(kind: str, goals: int) -> list[int]:
+    """Turns that the expert takes to succeed, on the first held-out goals; those without success are left out."""
+    world = WebShop(goals=kind)
+    env, source = world.env(), world.tasks("held_out", 0)
+    found = []
+    for index in range(goals):
+        env.reset(cast(Task, source[index]), 0)
+        steps = []
+        while len(steps) < TURNS[-1] and not (steps and steps[-1].terminal):
+            steps.append(env.step(world.expert(env)))
+        if steps[-1].terminal and steps[-1].outcome["success"]:
+            found.append(len(steps))
+    return found
+
+
+def random_outcomes(kind: str, episodes: int) -> tuple[float, float]:
+    """Mean score and success of random legal actions, on held-out goals in turn."""
+    world, rng = WebShop(goals=kind), np.random.default_rng(0)
+    env, source = world.env(), world.tasks("held_out", 0)
+    totals = np.zeros(2)
+    for episode in range(episodes):
+        observation = env.reset(cast(Task, source[episode % len(source)]), episode)
+        for _ in range(MAX_TURNS):
+            step = env.step(world.random_action(observation, rng))
+            observation = step.observation
+            if step.terminal:
+                totals += step.outcome["score"], step.outcome["success"]
+                break
+    score, success = totals / episodes
+    return score, success
+
+
 def main() -> None:
+    print("| | goals (train, held out) | expert: success in 12, 15, 20 turns | random: score | random: success |")
+    print("|---|---|---|---|---|")
+    for kind in ("synthetic", "human"):
+        sizes = ", ".join(str(len(WebShop(goals=kind).tasks(split, 0))) for split in ("train", "held_out"))
+        turns = np.array(expert_turns(kind, 100))
+        solved = ", ".join(f"{np.sum(turns <= most) / 100:.2f}" for most in TURNS)
+        score, success = random_outcomes(kind, 1000)
+        print(f"| `goals={kind}` | {sizes} | {solved} | {score:.3f} | {success:.3f} |")
     for looks in (False, True):
-        solved = {turns: rule_success(looks=looks, max_turns=turns) for turns in (12, 15, 20)}
+        solved = {turns: rule_success(looks=looks, max_turns=turns) for turns in TURNS}
         text = ", ".join(f"{share:.1%} in {turns} turns" for turns, share in solved.items())
         print(f"webshop, a rule that {'looks at options and price' if looks else 'buys the first product'}: {text}")
     for name, rate in benchmark_steps(2.0).items():
