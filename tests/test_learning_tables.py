@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from absl import flags
 
 from configs.sokoban import get_config
 from flowjax.config import default_config, save_run
@@ -18,7 +19,7 @@ from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.monitor.transcripts import batch_path, write_lines
 from tests.benchmarks import algorithms, canvas_rewards, learning, loop, staleness
 from tests.benchmarks.data_algorithms import row
-from tests.benchmarks.runs import Curve, curve, evaluated
+from tests.benchmarks.runs import Curve, curve, evaluated, launches, trained
 
 RISING = Curve(np.array([0.2, 0.4, 0.8, 0.6]), {"rollouts": np.array([0.0, 100.0, 300.0, 500.0])})
 
@@ -43,6 +44,7 @@ def finished(tmp_path: Path) -> Path:
         {"kind": "eval", "step": 5, "success_rate": 0.6, "time_s": 19.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "checkpoints" / "agent" / "5").mkdir(parents=True)
     start = {"started_s": 4.0, "code": {"commit": "0123456789ab"}, "machine": {"cpus_allowed": 2, "cpu": "Some CPU"}}
     (tmp_path / "run.json").write_text(json.dumps({"starts": [start]}))
     return tmp_path
@@ -60,12 +62,59 @@ def as_evaluated(folder: Path, *, tasks: int) -> None:
 
 @pytest.mark.parametrize(("tasks", "plays"), [(100, False), (200, False), (201, True)])
 def test_what_an_evaluation_lacks_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int, plays: bool):
+    finished(tmp_path)
     as_evaluated(tmp_path / "skills" / "base-greedy", tasks=200)
     called: list[tuple[str, ...]] = []
     monkeypatch.setattr("tests.benchmarks.runs.call", lambda *arguments: called.append(arguments))
     evaluated(tmp_path, how="greedy", base=True, tasks=tasks)
     assert len(called) == plays
     assert not plays or "--config.eval.tasks=201" in called[0]
+
+
+def test_a_newer_checkpoint_is_evaluated_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    as_evaluated(finished(tmp_path) / "skills" / "5-greedy", tasks=200)
+    called: list[tuple[str, ...]] = []
+    monkeypatch.setattr("tests.benchmarks.runs.call", lambda *arguments: called.append(arguments))
+    assert evaluated(tmp_path, how="greedy", base=False, tasks=200) == tmp_path / "skills" / "5-greedy"
+    assert not called
+    (tmp_path / "checkpoints" / "agent" / "12").mkdir()
+    assert evaluated(tmp_path, how="greedy", base=False, tasks=200) == tmp_path / "skills" / "12-greedy"
+    assert len(called) == 1
+
+
+def test_a_run_is_not_taken_for_one_of_another_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    called: list[tuple[str, ...]] = []
+
+    def launch(*arguments: str) -> None:
+        called.append(arguments)
+        config, values = command_line.parse(
+            arguments[1:], lambda flags_of: flags.DEFINE_string("name", "", "Name.", flag_values=flags_of)
+        )
+        config.name = str(values["name"].value)
+        folder = tmp_path / config.name
+        folder.mkdir()
+        save_run(config, finished(folder))
+
+    monkeypatch.setattr("tests.benchmarks.runs.call", launch)
+    fewer = ["--config.trainer.steps=9"]
+    run, _ = trained("sokoban", "7", tmp_path, fewer)
+    assert (run, len(called)) == (tmp_path / "sokoban-nano-7", 1)
+    assert trained("sokoban", "7", tmp_path, fewer)[0] == run and len(called) == 1
+    with pytest.raises(SystemExit, match=r"trainer\.steps is 9 there, 60 here.*another --out"):
+        trained("sokoban", "7", tmp_path)
+
+
+def test_the_time_between_two_launches_is_not_counted(tmp_path: Path):
+    run = finished(tmp_path)
+    starts = json.loads((run / "run.json").read_text())["starts"]
+    # Killed after the line of 14.5 s, gone on with a day later.
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    later = [{**line, "time_s": line["time_s"] + 86_400 * (line["time_s"] > 14.5)} for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in later))
+    starts += [{**starts[0], "started_s": 86_414.0, "ended_s": 86_420.0}]
+    (run / "run.json").write_text(json.dumps({"starts": starts}))
+    assert launches(run) == [(4.0, 14.5), (86_414.0, 86_420.0)]
+    assert curve(run).spent["seconds"].tolist() == [0.0, 5.5]  # 4.5 s until it was killed, 1 s after it began again
 
 
 def test_a_run_is_read_from_its_own_lines(tmp_path: Path):
@@ -97,11 +146,11 @@ def test_loops_of_both_sides_are_read_and_set_beside_each_other(tmp_path: Path):
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5] if "---" not in line]
     head, ours, theirs, ratio = (dict(zip(cells[0], row, strict=True)) for row in cells)
     assert head.keys() == ours.keys()
-    # From 0.2 to 0.7 over five seconds and 720 episodes on this side, to 0.6 over twenty and 640 on the other.
-    assert (ours["episodes to 40%"], ours["seconds to 40%"]) == ("288", "2.0")
+    # From 0.2 to 0.7 over five seconds and 640 trained episodes on this side, to 0.6 over twenty on the other.
+    assert (ours["episodes to 40%"], ours["seconds to 40%"]) == ("256", "2.0")
     assert (theirs["episodes to 40%"], theirs["seconds to 40%"]) == ("320", "10.0")
-    assert (ratio["episodes to 40%"], ratio["seconds to 40%"]) == ("1.11", "5.00")
-    assert (ours["episodes to 65%"], theirs["episodes to 65%"], ratio["episodes to 65%"]) == ("648", "never", "")
+    assert (ratio["episodes to 40%"], ratio["seconds to 40%"]) == ("1.25", "5.00")
+    assert (ours["episodes to 65%"], theirs["episodes to 65%"], ratio["episodes to 65%"]) == ("576", "never", "")
     assert (ours["tokens/s"], theirs["tokens/s"], theirs["episodes/s"]) == ("160", "450", "32.0")
     assert (ours["start-up, s"], theirs["start-up, s"], theirs["load"]) == ("6.0", "7.0", "2.5")
     three = loop.table({**sides, "another": {"7": loop.ours(run)}}, [0.4]).splitlines()
@@ -151,16 +200,16 @@ def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
             runs[name].append(finished(folder))
             for side in ("base", "trained"):
                 for how in ("greedy", "sampled"):
-                    own = (side, how) == ("trained", "sampled")  # the last one beside training
-                    evaluation = folder if own else folder / "skills" / f"{side}-{how}"
-                    if not own:
+                    beside = how == "sampled"  # beside training, the first and the last one
+                    evaluation = folder if beside else folder / "skills" / f"{'base' if side == 'base' else 5}-greedy"
+                    if not beside:
                         as_evaluated(evaluation, tasks=200)
                     wins = rng.random(200) < (chance if side == "trained" else 0.1)
                     episodes = [
                         HeldOutEpisode(str(task), "", "", 0, "ok", float(won), 3, 6, {}, {})
                         for task, won in enumerate(wins)
                     ]
-                    write_held_out(evaluation, "agent@5", episodes)
+                    write_held_out(evaluation, f"agent@{0 if side == 'base' else 5}", episodes)
     text = learning.table("estimator", runs, tasks=200)
     lines = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
     assert [line[1].strip() for line in lines] == ["estimator", "(base)", "rewardflow", "grpo"]
@@ -173,6 +222,24 @@ def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
     )
 
 
+def test_seeds_that_were_evaluated_at_different_steps_are_drawn():
+    three, two = (
+        Curve(np.linspace(0, 1, count), {"tokens": np.linspace(0, tokens, count)})
+        for count, tokens in ((3, 800.0), (2, 400.0))
+    )
+    drawn = learning.picture({"one": [three, two]})
+    # Over all 800 tokens one of them is half-way where the other has ended.
+    assert drawn.count("<polyline") == 1 and f'points="{learning.LEFT}.0,' in drawn
+
+
+def test_seeds_that_never_succeed_leave_room_for_success(tmp_path: Path):
+    for seed in range(3):
+        episodes = [HeldOutEpisode(str(task), "", "", 0, "ok", 0.0, 3, 6, {}, {}) for task in range(100)]
+        (tmp_path / str(seed)).mkdir()
+        write_held_out(tmp_path / str(seed), "agent@1", episodes)
+    assert learning.cells([tmp_path / str(seed) for seed in range(3)]) == "0.0 % [0.0, 3.7] | 0.0 0.0 0.0"
+
+
 def test_rewards_of_a_canvas_are_compared_with_fixed_workflows(tmp_path: Path):
     """Of four exercises the policy gets three right with all that the structure asks for, the workflow one."""
     whole = {"checks": 1, "formats": 1, "distinct_operators": 4, "branching": 1, "operator_entropy": 1}
@@ -182,7 +249,7 @@ def test_rewards_of_a_canvas_are_compared_with_fixed_workflows(tmp_path: Path):
         run = tmp_path / str(seed)
         run.mkdir()
         runs.append(finished(run))
-        for folder, calls in ((run, 9), (run / "skills" / "trained-greedy", 3)):
+        for folder, calls in ((run, 9), (run / "skills" / "5-greedy", 3)):
             as_evaluated(folder, tasks=4)
             episodes = [
                 HeldOutEpisode(

@@ -86,6 +86,7 @@ def equal_programs(names: Sequence[str]) -> Iterator[list[str]]:
         program = (
             (model.path, model.dtype, model.remat, model.attention, model.quantize, policy.train),
             (trainer.row_tokens, trainer.micro_batch_rows, trainer.logprob_chunk_tokens),
+            run.config.rollout.max_new_tokens,  # how much of a row may be sampled
             *(section.to_dict() for section in (policy.lora, policy.loss, run.config.mesh)),
         )
         groups.setdefault(json.dumps(program, sort_keys=True, default=str), []).append(name)
@@ -128,7 +129,11 @@ def compile_recipe(python: Path, name: str, machine: str, overrides: Sequence[st
     command = [str(python), "-m", "tests.benchmarks.aot_case", _source(name), machine, *overrides]
     devices = share_out([str(number) for number in range(MACHINES[machine][0])], 0)
     environment = os.environ | {"XLA_FLAGS": devices.trainer_env()["XLA_FLAGS"]}  # as the launcher has it
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST_S, env=environment)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST_S, env=environment)
+    except subprocess.TimeoutExpired:
+        print(f"{name} for {machine} was not compiled within {_LONGEST_S} s", file=sys.stderr)
+        return None
     if done.returncode:
         print(done.stderr[-2000:], file=sys.stderr)
         return None

@@ -57,14 +57,14 @@ def served(run: Run) -> Iterator[dict[str, list[str]]]:
         for engine in engines:
             port = free_port()
             argv, env = engine_command(run, engine, port)
-            log = (run.folder / f"{engine.name}.log").open("w")
-            started.append(subprocess.Popen(argv, env={**os.environ, **env}, stdout=log, stderr=log))
+            with (run.folder / f"{engine.name}.log").open("w") as log:
+                started.append(subprocess.Popen(argv, env={**os.environ, **env}, stdout=log, stderr=log))
             urls.setdefault(engine.base, []).append(f"http://127.0.0.1:{port}")
         ends_s = time.monotonic() + _START_S
         for url in [url for each in urls.values() for url in each]:
             while not _answers(url):
-                if time.monotonic() > ends_s:
-                    sys.exit(f"no engine at {url} within {_START_S:g} s")
+                if time.monotonic() > ends_s or any(process.poll() is not None for process in started):
+                    sys.exit(f"no engine at {url}: see the logs in {run.folder}, after {_START_S:g} s at most")
                 time.sleep(0.5)
         yield urls
     finally:

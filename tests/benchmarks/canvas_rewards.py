@@ -45,8 +45,8 @@ from flowjax.report.episodes import batches_of, read_batch, workflow_use
 from flowjax.rewards import canvas
 from flowjax.run import read_run
 from tests.benchmarks.canvas_executor import played, served
-from tests.benchmarks.learning import COLOURS, HEIGHT, LEFT, TOP, axes, cells, evaluation
-from tests.benchmarks.runs import HOW, evaluated, machine, trained
+from tests.benchmarks.learning import COLOURS, HEIGHT, LEFT, TOP, axes, base_evaluation, cells, evaluation
+from tests.benchmarks.runs import HOW, machine, trained
 
 REWARDS: Mapping[str, Mapping[str, object]] = {
     "cwrpo": {"canvas": 1.0, "executor_cost": {"weight": 1.0, "per_calls": 50.0}},
@@ -268,7 +268,7 @@ def main(argv: Sequence[str]) -> None:
         first, *rest = runs
         scores = fixed_scores(runs[first][0], fixed, given.tasks, out / "fixed.json")
         best = max(scores, key=lambda workflow: np.mean([pair[0] for pair in scores[workflow].values()]))
-        base = [evaluated(runs[first][0], how=how, base=True, tasks=given.tasks) for how in HOW]
+        base = [base_evaluation(runs[first][0], how, given.tasks) for how in HOW]
         requests = f"{built(base[0])['requests']:.1f}"
         table = [line(*COLUMNS), "|" + "---|" * len(COLUMNS)]
         table += [line("(base)", *(cells([each]) for each in base), requests)]

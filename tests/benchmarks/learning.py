@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from flowjax.compare import conclusion, read_scores, shared_tasks
-from flowjax.monitor.held_out import evaluation_of
+from flowjax.monitor.held_out import evaluation_of, oldest_first
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.statistics import difference, task_interval
 from tests.benchmarks.runs import HOW, Curve, curve, evaluated, machine, spread
@@ -45,15 +45,22 @@ def evaluation(run: Path, how: str, tasks: int) -> Path:
     return evaluated(run, how=how, base=False, tasks=tasks) if how == "greedy" else evaluation_of(run)
 
 
+def base_evaluation(run: Path, how: str, tasks: int) -> Path:
+    """Where the base's evaluation lies, of the same tasks: the sampled one is the first beside training."""
+    beside = oldest_first((run / "held_out").glob("*.jsonl"))
+    return evaluated(run, how=how, base=True, tasks=tasks) if how == "greedy" else beside[0]
+
+
 def cells(evaluations: Sequence[Path]) -> str:
     """Mean success with its interval, and that of each seed."""
     scores, _ = shared_tasks(*([read_scores(each, "success") for each in evaluations],) * 2)
-    # Against zero: the interval of a side alone, over its seeds as well as tasks.
-    if len(scores) > 1:
+    # Against zero: the interval of a side alone, over its seeds as well as tasks. Scores that are all alike have no
+    # spread to take it from.
+    if len(scores) > 1 and np.ptp(scores):
         found = difference(scores, np.zeros_like(scores))
         mean, low, high = found.mean, found.low, found.high
     else:
-        mean, low, high = task_interval(scores[0])
+        mean, low, high = task_interval(scores.mean(axis=0))
     each = " ".join(f"{100 * value:.1f}" for value in scores.mean(axis=1))
     return f"{100 * mean:.1f} % [{100 * low:.1f}, {100 * high:.1f}] | {each}"
 
@@ -101,7 +108,9 @@ def axes(most: float, what: str, *, width: int, names: int, digits: int = 0) -> 
 
 
 def picture(curves: Mapping[str, Sequence[Curve]]) -> str:
-    """Held-out success over tokens as SVG: the mean over seeds, and their range as a band."""
+    """Held-out success over tokens as SVG: the mean over seeds, and their range as a band, where all seeds have been.
+
+    Seeds are evaluated at steps of their own, so each is drawn by straight lines between its evaluations."""
     width = 520
     most = max(float(each.spent["tokens"][-1]) for found in curves.values() for each in found)
 
@@ -111,8 +120,9 @@ def picture(curves: Mapping[str, Sequence[Curve]]) -> str:
     parts = axes(most, "tokens sampled and trained on", width=width, names=190)
     for index, (name, found) in enumerate(curves.items()):
         colour = COLOURS[index % len(COLOURS)]
-        tokens = np.mean([each.spent["tokens"] for each in found], axis=0)
-        seeds = np.stack([each.success for each in found])
+        ends = min(each.spent["tokens"][-1] for each in found)
+        tokens = np.unique(np.concatenate([each.spent["tokens"].clip(max=ends) for each in found]))
+        seeds = np.stack([np.interp(tokens, each.spent["tokens"], each.success) for each in found])
         lows, highs, means = seeds.min(axis=0), seeds.max(axis=0), seeds.mean(axis=0)
         band = [point(*pair) for pair in zip(tokens, highs, strict=True)]
         band += [point(*pair) for pair in list(zip(tokens, lows, strict=True))[::-1]]
@@ -140,7 +150,7 @@ def table(way: str, runs: Mapping[str, Sequence[Path]], tasks: int) -> str:
     curves = {name: [curve(run) for run in found] for name, found in runs.items()}
     start, end = (float(np.mean([each.success[place] for each in curves[first]])) for place in (0, -1))
     target = start + SHARE * (end - start)
-    base = [cells([evaluated(runs[first][0], how=how, base=True, tasks=tasks)]) for how in HOW]
+    base = [cells([base_evaluation(runs[first][0], how, tasks)]) for how in HOW]
     rows = [f"| (base) | {' | '.join(base)} | | | | | |"]
     rows += [row(name, found, target, tasks) for name, found in runs.items()]
     said = [text for name in rest for text in compared(name, runs[name], first, runs[first], tasks)]

@@ -14,9 +14,10 @@ its checkpoints after the run. Seconds count from the first rollout on, and neit
 but whatever else the machine does. (flowjax's run also plays its base beside the first rollouts, which does count.)
 docs/benchmarks/trainer.md says what differs between the sides.
 
-Prints, and writes to `<out>/loop.md`, for each side episodes and seconds until held-out success first meets each
-target (by straight lines between evaluations), episodes and sampled tokens per second, and ratios to the first. What is
-finished is kept in `--out`; the same command again goes on, flowjax's run where it stopped, TRL's from its start.
+Prints, and writes to `<out>/loop.md`, for each side episodes (those trained on) and seconds until held-out success
+first meets each target (by straight lines between evaluations), episodes and sampled tokens per second, and ratios to
+the first. What is finished is kept in `--out`; the same command again goes on, flowjax's run where it stopped, TRL's
+from its start.
 """
 
 import json
@@ -24,7 +25,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ def ours(run: Path) -> Loop:
     config = load_run(run)
     played = {int(folder.name): float(success(folder)["mean"]) for folder in (run / "evaluations").iterdir()}
     found = curve(run, played)
+    # Episodes that were trained on, as on TRL's side: those under way for later batches are of these.
     per_step = config.trainer.groups_per_step * config.rollout.group_size
+    found = replace(found, spent={**found.spent, "rollouts": found.spent["steps"] * per_step})
     start = read_starts(run)[0]["started_s"]
     load = json.loads((run / "launch.json").read_text())["load"]
     return Loop(found, int(found.spent["steps"][-1]) * per_step, found.begun_s - start, load)

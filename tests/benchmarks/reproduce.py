@@ -26,6 +26,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -201,8 +202,10 @@ def tables(text: str) -> list[Table]:
 # ------------------------------------------------------------------------------------------------------------- commands
 
 
-def printed(command: Sequence[str], out: Path) -> tuple[str | None, Path]:
-    """What a command prints, None where it failed, and the folder in which that and `run.json` lie."""
+@cache
+def printed(command: tuple[str, ...], out: Path) -> tuple[str | None, Path]:
+    """What a command prints, None where it failed, and the folder in which that and `run.json` lie. One that failed is
+    tried again by the next start, not for another table of this one."""
     folder = out / f"{command[2].rpartition('.')[2]}-{blake2b(shlex.join(command).encode(), digest_size=4).hexdigest()}"
     text = folder / "printed.txt"
     if not text.exists():

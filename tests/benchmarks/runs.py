@@ -1,11 +1,12 @@
 """Whole runs of a recipe over seeds, for benchmarks that compare what they learn."""
 
+import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from flowjax.config import load_run
+from flowjax.launch import command_line
+from flowjax.launch.checks import differences
 from flowjax.launch.roles import HUGE_PAGES
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
@@ -22,27 +25,47 @@ HOW = {"greedy": 0.0, "sampled": 1.0}  # temperature of each way to play
 
 
 def trained(recipe: str, seed: str, out: Path, fields: Sequence[str] = ()) -> tuple[Path, float]:
-    """The folder of a finished run, and the seconds that the launcher took; a run that was stopped goes on.
+    """The folder of a finished run, and the seconds that its launches took; a run that was stopped goes on.
 
     `fields` are further ones to set, as on the command line.
+
+    Raises:
+        SystemExit: there is a run of that name with another config, which would be taken for this one.
     """
     file, _, variant = recipe.partition(":")
     variant = variant or "nano"
     run = out / f"{file}-{variant}-{seed}".replace("_", "-").replace(",", "-")
-    took = run / "launch.json"
-    if not took.exists():
-        named = [f"--config=configs/{file}.py:{variant}", f"--name={run.name}", f"--config.seed={seed}"]
-        fresh = [*named, f"--config.runs={out}", *fields]
-        started_s = time.monotonic()
-        call("flowjax.launch", *([f"--resume={run}"] if (run / "config.json").exists() else fresh))
-        took.write_text(json.dumps({"launch_s": time.monotonic() - started_s, "load": os.getloadavg()[1]}))
-    return run, json.loads(took.read_text())["launch_s"]
+    source = [f"--config=configs/{file}.py:{variant}", f"--config.seed={seed}", f"--config.runs={out}", *fields]
+    finished = run / "launch.json"
+    if begun := (run / "config.json").exists():
+        config, _ = command_line.parse(source)
+        config.name = run.name
+        if changed := differences(load_run(run), config):
+            said = "; ".join(f"{name} is {before} there, {now} here" for name, before, now in changed)
+            raise SystemExit(f"{run} was made with another config ({said}): give another --out, or move it away")
+    if not finished.exists():
+        call("flowjax.launch", *([f"--resume={run}"] if begun else [*source, f"--name={run.name}"]))
+        finished.write_text(json.dumps({"load": os.getloadavg()[1]}))
+    return run, sum(until_s - from_s for from_s, until_s in launches(run))
+
+
+def launches(run: Path) -> list[tuple[float, float]]:
+    """When each launch of a run began, and when it ended or, where it was killed, wrote its last line."""
+    lines_s = [line["time_s"] for line in read_metrics(run)]
+    starts = read_starts(run)
+    found = []
+    for start, following in zip(starts, [*starts[1:], {"started_s": math.inf}], strict=True):
+        began_s = start["started_s"]
+        within = [time_s for time_s in lines_s if began_s <= time_s < following["started_s"]]
+        found.append((began_s, start.get("ended_s") or max(within, default=began_s)))
+    return found
 
 
 def evaluated(run: Path, *, how: str, base: bool, tasks: int) -> Path:
     """The folder of an evaluation of a run's newest checkpoint or of its base model on so many tasks, or on more that
     it was made for before; what is missing is played."""
-    folder = run / "skills" / f"{'base' if base else 'trained'}-{how}"
+    newest = max((int(step.name) for step in (run / "checkpoints").glob("*/[0-9]*")), default=0)
+    folder = run / "skills" / f"{'base' if base else newest}-{how}"
     if not (folder / "results.json").exists() or load_run(folder).eval.tasks < tasks:
         fields = [f"--config.eval.temperature={HOW[how]}", f"--config.eval.tasks={tasks}"]
         call("flowjax.evaluate", str(run), f"--out={folder}", *fields, *(["--base"] if base else []))
@@ -113,9 +136,10 @@ class Curve:
 
 
 def curve(run: Path, later: Mapping[int, float] | None = None) -> Curve:
-    """Read a finished run's metrics. An evaluation of step 0 has spent nothing. `tokens` are those that the engine
-    sampled and the trainer trained on. `later`: success by step of evaluations that were made after the run, which
-    stand in place of its own but for that of step 0."""
+    """Read a finished run's metrics. An evaluation of step 0 has spent nothing. `rollouts` are episodes that were
+    begun, `tokens` those that the engine sampled and the trainer trained on; `seconds` are without those between a
+    launch's end and the next. `later`: success by step of evaluations that were made after the run, which stand in
+    place of its own but for that of step 0."""
     lines = read_metrics(run)
     group_size = load_run(run).rollout.group_size
     leased = {line["step"]: line["tasks"] * group_size for line in lines if line["kind"] == "batch"}
@@ -125,6 +149,12 @@ def curve(run: Path, later: Mapping[int, float] | None = None) -> Curve:
     # A line is written at the end of its evaluation, beside which training is already under way.
     start = next(line for line in lines if line["kind"] == "eval" and line["step"] == 0)
     begun_s = start["time_s"] - start.get("seconds", 0.0)
+    at_work = launches(run)
+    between = [(ended_s, began_s) for (_, ended_s), (began_s, _) in itertools.pairwise(at_work)]
+
+    def worked_s(until_s: float) -> float:
+        return until_s - begun_s - sum(back_s - gone_s for gone_s, back_s in between if begun_s <= gone_s < until_s)
+
     evals = {line["step"]: line["success_rate"] for line in lines if line["kind"] == "eval"}
     if later is not None:
         evals = {0: evals[0], **{step: success for step, success in later.items() if step}}
@@ -133,13 +163,13 @@ def curve(run: Path, later: Mapping[int, float] | None = None) -> Curve:
         "rollouts": [leased[step] if step else 0 for step in at],
         "steps": at,
         "tokens": [tokens[step] if step else 0 for step in at],
-        "seconds": [steps[step] - begun_s if step else 0.0 for step in at],
+        "seconds": [worked_s(steps[step]) if step else 0.0 for step in at],
     }
     success = np.array([evals[step] for step in at])
     return Curve(success, {name: np.array(values, float) for name, values in spent.items()}, begun_s)
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation over seeds, and each of them."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):,.0f} ± {deviation:,.0f} ({', '.join(f'{value:,.0f}' for value in values)})"
+    """Mean and standard deviation over seeds, and each of them; one value has no deviation."""
+    deviation = f" ± {statistics.stdev(values):,.0f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):,.0f}{deviation} ({', '.join(f'{value:,.0f}' for value in values)})"

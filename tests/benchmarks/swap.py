@@ -55,8 +55,10 @@ async def measure(url: str, folder: Path, process: subprocess.Popen) -> None:
         ):
             async for line in response.content:
                 for choice in (read_event(line) or {}).get("choices", ()):
-                    partials[choice["index"]].extend(choice, "agent@0")
-                    came_s.append(time.monotonic())
+                    partial = partials[choice["index"]]
+                    held = len(partial.sampled_ids)
+                    partial.extend(choice, "agent@0")
+                    came_s.extend([time.monotonic()] * (len(partial.sampled_ids) - held))
 
     async def short() -> None:
         while True:

@@ -40,9 +40,7 @@ def made(folder: Path, share: float, gigabytes: float) -> tuple[Path, Path]:
         old = (0.02 * rng.standard_normal(2**26, np.float32)).astype(ml_dtypes.bfloat16)
         bits = old.view(np.uint16).copy()
         moved = rng.random(bits.shape, np.float32) < share
-        bits[moved] += rng.choice(
-            np.array([1, 65535, 2, 65534], np.uint16), int(moved.sum()), p=[0.48, 0.48, 0.02, 0.02]
-        )
+        bits[moved] += rng.choice(STEPS, int(moved.sum()), p=[0.48, 0.48, 0.02, 0.02])
         base[f"layer-{index}"], new[f"layer-{index}"] = old, bits.view(ml_dtypes.bfloat16)
     for name, tensors in (("base", base), ("new", new)):
         (folder / name).mkdir()
