@@ -23,7 +23,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     """An agent that searches a shop, chooses options and buys; each turn a prompt with the latest turns.
 
     nano          2 CPU cores       python -m flowjax.launch --config=configs/webshop.py:nano
-                  500 generated products; held-out success, greedy, three seeds: 0.02 -> 0.61, 0.62, 0.63
+                  500 generated products; held-out success, greedy, three seeds: 0.02 -> 0.64, 0.67, 0.67
                   (docs/worlds/webshop.md)
     nano_append   the same, an episode being one growing conversation   (no full run measured)
     qwen3_8b      8 x A100 80 GB, without thinking   (not run by us)
