@@ -212,6 +212,7 @@ Written by flowjax.canvas, whose operators it needs. `python FILE [problem]` pri
 
 import asyncio
 import sys
+from collections import ChainMap
 
 from flowjax.canvas.backends import BackendError, BackendUnavailable
 from flowjax.canvas.backends.config import open_backends
@@ -265,14 +266,14 @@ class Steps:
 
     async def side_by_side(self, *branches):
         """Run branches (a function and its seed each) on copies of the state; their answers become the candidates."""
-        steps = [Steps(self.run, dict(self.state), dict(self.outputs), seed) for _, seed in branches]
+        steps = [Steps(self.run, dict(self.state), self.outputs.new_child(), seed) for _, seed in branches]
         work = [branch(inner) for (branch, _), inner in zip(branches, steps)]
         ends = await asyncio.gather(*work, return_exceptions=True)
         candidates = []
         for inner, end in zip(steps, ends):
             if isinstance(end, BackendUnavailable) or not isinstance(end, (OperatorError, BackendError, type(None))):
                 raise end
-            self.outputs |= inner.outputs
+            self.outputs.update(inner.outputs.maps[0])
             name = answer_field(self.run["problem"])
             if end is None and name in inner.written:
                 candidates.append(inner.state[name])
@@ -294,7 +295,7 @@ async def main(problem):
             "problem": problem, "backends": backends, "meter": Meter(Budget()),
             "calls": asyncio.Semaphore(MAX_CONCURRENT), "requests": asyncio.Semaphore(MAX_CONCURRENT),
         }}
-        steps = Steps(run, {{"problem": problem.text}}, {{}}, SEED)
+        steps = Steps(run, {{"problem": problem.text}}, ChainMap(), SEED)
         try:
             await workflow(steps)
         except (OperatorError, BackendError) as error:

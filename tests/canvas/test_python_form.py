@@ -23,6 +23,7 @@ WORKFLOWS = (
     "[Custom -> [Custom, Custom] -> Aggregate, AnswerGenerate -> ((Verify -> Revise) * 2) * 2, Format] -> MdEnsemble",
     "Custom#first -> AnswerGenerate#second -> ScEnsemble{candidates=first.answer, candidates=second.answer}",
     "Decompose -> Custom@large -> ([Review, Verify] ? Format : Revise@large) -> Custom",
+    "([Custom#a, Plan#b] -> Revise{answer=a.answer}) * 3",
     "Format -> Custom",
     f"{'(' * 30}Custom -> Review) * 2{')' * 29} -> Revise",
     f"{'(' * 22}Custom -> Review{') * 1' * 22}",  # deeper than Python nests loops

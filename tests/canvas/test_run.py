@@ -181,6 +181,10 @@ def test_bindings_reach_into_a_finished_parallel_and_texts_take_several():
     assert run_steps(branches, again, kinds=(A, B, MERGE)).answer == "b+a"
 
 
+def test_a_binding_to_a_branch_takes_the_output_of_this_turn_of_a_loop():
+    assert go("([A#a, B] -> C{answer=a.answer}) * 3", A, B, C).answer == "acacac"
+
+
 @pytest.mark.parametrize(
     ("binding", "message"),
     [

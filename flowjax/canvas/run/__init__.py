@@ -19,6 +19,7 @@ import functools
 import hashlib
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ async def run(
     interpreter = _Interpreter(
         problem, operators, backends, default_backend, cache, sampling, sandbox, meter, max_concurrent, on_event, stream
     )
-    scope = _Scope({"problem": problem.text}, {}, seed)
+    scope = _Scope({"problem": problem.text}, ChainMap(), seed)
     status: RunStatus = "ok" if calls else "empty"
     error = ""
     try:
@@ -134,7 +135,7 @@ class _Scope:
     """State that the calls of one branch see and leave behind."""
 
     state: dict[str, Value]
-    outputs: dict[str, State]  # node id -> what its newest run gave
+    outputs: ChainMap[str, State]  # node id -> what its newest run gave; its first map has the scope's own calls
     seed: int
     level: int = 0  # how many parallels are around it
     written: set[str] = dataclasses.field(default_factory=set)
@@ -143,7 +144,7 @@ class _Scope:
 
     def branch(self, seed: int) -> "_Scope":
         """A scope of its own on a copy of the state."""
-        return _Scope(dict(self.state), dict(self.outputs), seed, self.level + 1)
+        return _Scope(dict(self.state), self.outputs.new_child(), seed, self.level + 1)
 
     def write(self, node_id: str, outputs: State) -> None:
         """A call's outputs."""
@@ -214,7 +215,7 @@ class _Interpreter:
         candidates = []
         for inner, end in zip(scopes, ends, strict=True):
             scope.trace += inner.trace
-            scope.outputs |= inner.outputs
+            scope.outputs.update(inner.outputs.maps[0])
             value = inner.state.get(answer)
             if end is None and answer in inner.written and isinstance(value, str):
                 candidates.append(value)
