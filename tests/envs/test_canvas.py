@@ -416,6 +416,28 @@ def test_exercises_say_all_that_is_needed(split: Split):
                 exec(test, {"compute": reading.program.value})
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Tom has 5 apples. He gives half of them to Ann. How many apples does Tom have?",
+        "Ann has 20 dollars. She spends 5 dollars. How many dollars does she have?",
+        "Ana has 20 coins. Ana loses 5 coins. How many coins does Ana have in the end?",
+        "Ana has 20 coins. Ana gets 5 more. How many coins does Ben have in the end?",
+        "Ana has 200 coins. Ana gets 5 more. How many coins does Ana have in the end?",
+        "Compute 12*3.",
+        "Compute 5 +.",
+        "Ana owns 3 coins. Ben sold 4 coins. Who owns the most coins?",
+        "Write a Python function compute(numbers) that takes a list of whole numbers and returns the sum of the "
+        "numbers that are prime, or 0 if there are none.",
+    ],
+)
+def test_problems_of_files_are_no_exercises_however_alike(text: str):
+    """Read as exercises they had a wrong answer, or none at all and an error."""
+    assert exercises.read(text) is None
+    _, observation = begin(exercises.Exercise("file", "math", text, "5", 2))
+    assert "math" in Canvas().prompt(observation, [], "compact")[0]["content"].split()
+
+
 def test_splits_share_no_exercise():
     texts = [{take(Canvas().tasks(split, 0), index).payload["text"] for index in range(500)} for split in SPLITS]
     assert not texts[0] & texts[1]

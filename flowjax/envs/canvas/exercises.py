@@ -197,28 +197,42 @@ _MAKERS: Mapping[str, Callable[[np.random.Generator], Exercise]] = {
 }
 
 
+_NUMBER, _NAME, _THING = r"[0-9][0-9]?", f"(?:{'|'.join(NAMES)})", f"(?:{'|'.join(THINGS)})"
+# The sentences that are generated, and no others: problems of files may look much like them.
+_EXPRESSION = re.compile(rf"Compute ({_NUMBER}(?: [-+*] {_NUMBER})+)\.")
+_STORY = re.compile(
+    rf"(?P<name>{_NAME}) has (?P<count>{_NUMBER}) (?P<things>{_THING})\."
+    rf"(?P<steps>(?: (?P=name) (?:gets {_NUMBER} more|gives {_NUMBER} to {_NAME}|finds {_NUMBER} bags of {_NUMBER})\."
+    rf"| Then (?P=name) trades them for {_NUMBER} times as many\.)+)"
+    r" How many (?P=things) does (?P=name) have in the end\?"
+)
+_FACTS = re.compile(
+    rf"(?P<facts>(?:{_NAME} owns {_NUMBER} {_THING}\. ){{2,}})Who owns (?P<rank>{'|'.join(RANKS)}) {_THING}\?"
+)
+_TASK = re.compile(
+    rf"Write a Python function {ENTRY_POINT}\(numbers\) that takes a list of whole numbers and returns (.*), or 0 if "
+    r"there are none\."
+)
+
+
 def read(text: str) -> Reading | None:
     """The answer as a careful reader finds it in the words of an exercise; None where they are of no known kind."""
     text = text.strip()
-    if found := re.fullmatch(r"Compute ([-+* \d]+)\.", text):
+    if found := _EXPRESSION.fullmatch(text):
         return Reading("arithmetic", str(_evaluate(found[1])), found[1].count(" ") // 2 + 1)
-    if found := re.match(rf"Write a Python function {ENTRY_POINT}\(numbers\) .* returns (.*), or 0", text):
+    if found := _TASK.fullmatch(text):
         return _read_program(found[1])
-    if "How many" in text:
-        return _read_words(text)
-    if found := re.search(r"Who owns (.*) \w+\?", text):
-        facts = re.findall(r"(\w+) owns (\d+) ", text)
+    if found := _STORY.fullmatch(text):
+        return _read_words(int(found["count"]), found["steps"].strip().split(". "))
+    if found := _FACTS.fullmatch(text):
+        facts = re.findall(r"(\w+) owns (\d+) ", found["facts"])
         names, counts = [name for name, _ in facts], [int(count) for _, count in facts]
-        return Reading("list", _ranked(names, counts, found[1]), len(names)) if len(names) > 1 else None
+        return Reading("list", _ranked(names, counts, found["rank"]), len(names))
     return None
 
 
-def _read_words(text: str) -> Reading | None:
-    start = re.match(r"\w+ has (\d+) ", text)
-    if start is None:
-        return None
-    count, size = int(start[1]), 0
-    for sentence in text.split(". ")[1:-1]:
+def _read_words(count: int, sentences: Sequence[str]) -> Reading:
+    for sentence in sentences:
         numbers = [int(n) for n in re.findall(r"\d+", sentence)]
         count = (
             count + math.prod(numbers)
@@ -227,8 +241,7 @@ def _read_words(text: str) -> Reading | None:
             if "gives" in sentence
             else count * numbers[0]
         )
-        size += 1
-    return Reading("words", str(count), size)
+    return Reading("words", str(count), len(sentences))
 
 
 def _read_program(words: str) -> Reading | None:
@@ -238,6 +251,8 @@ def _read_program(words: str) -> Reading | None:
             if found is None:
                 continue
             keep = found[1] + (" {k}" if found[2] else "")
+            if keep not in FILTERS:
+                return None
             return Reading("program", "", 3, Specification(reduction, mapping, keep, int(found[2] or 2)))
     return None
 
