@@ -221,7 +221,7 @@ from flowjax.canvas.graph import Call
 from flowjax.canvas.operators import OperatorError
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.run import fault_of, read_inputs
-from flowjax.canvas.values import Problem
+from flowjax.canvas.values import Problem, sendable
 
 OPERATORS = load_operators({extra!r})
 BACKENDS = {backends}
@@ -257,6 +257,7 @@ class Steps:
             raise context.away
         if fault := fault_of(kind, outputs):
             raise OperatorError(fault)
+        outputs = {{name: sendable(value) for name, value in outputs.items()}}
         self.outputs[id] = outputs
         self.state.update(outputs)
         self.written |= set(outputs)

@@ -140,6 +140,13 @@ class WorkflowRun:
         return found or ((self.error,) if self.error else ())
 
 
+def sendable(value: Value) -> Value:
+    """The value with halves of surrogate pairs replaced: they are no text that can be sent, hashed or written."""
+    if isinstance(value, tuple):
+        return tuple(text.encode(errors="replace").decode() for text in value)
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+
 def in_thinking(text: str) -> bool:
     """True for a reply that ends before its thoughts do, wherever they began: there is no answer in it."""
     return text.rfind("<think>") > text.rfind("</think>")

@@ -76,6 +76,12 @@ def test_the_problems_own_material_is_shown():
     assert "a novel by Jane Austen" in context.asked[0]
     _, context = use("AnswerGenerate", CHOICE, None, "Answer: B")
     assert "B. Jupiter" in context.asked[0]
+    numbers = {"A": "9", "B": "3", "C": "5", "D": "7"}
+    asked = "Which of the numbers 3, 5, 7, 9 is not prime?"
+    listed = f"{asked}\n" + "\n".join(f"{letter}. {number}" for letter, number in numbers.items())
+    for text in (asked, listed):
+        _, context = use("AnswerGenerate", Problem(text, "choice", options=numbers), None, "Answer: A")
+        assert context.asked[0].count("A. 9") == 1
     tested = Problem("Double a number.", "code", entry_point="double", public_tests=("assert double(1) == 2",))
     _, context = use("Custom", tested, None, "```python\ndef double(x):\n    return 2 * x\n```")
     assert "assert double(1) == 2" in context.asked[0] and "function double" in context.asked[0]
@@ -252,6 +258,9 @@ def test_no_reply_makes_an_operator_crash(name: str, problem: Problem, reply: st
 
 def test_latex_in_json_survives():
     schema = object_schema(feedback={"type": "string"})
+    for latex in ("\\underline{x}", "2 \\times 3", "\\theta", "\\nabla f", "\\textbf{no}", "x \\to 0", "a \\neq b"):
+        assert object_of(f'{{"feedback": "{latex}"}}', schema) == {"feedback": latex}
+    assert object_of('{"feedback": "one\\ntwo\\tthree \\u00e9"}', schema) == {"feedback": "one\ntwo\tthree é"}
     assert object_of('{"feedback": "\\frac{1}{2} and \\(x\\)"}', schema) == {"feedback": "\\frac{1}{2} and \\(x\\)"}
     assert object_of('{"feedback": "\\\\frac and \\n a line"}', schema) == {"feedback": "\\frac and \n a line"}
 

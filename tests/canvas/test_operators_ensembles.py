@@ -1,12 +1,13 @@
 """Operators that combine candidates: when they ask, and how votes are read."""
 
 import json
+import re
 
 import pytest
 from operator_context import use
 
 from flowjax.canvas.operators import OperatorError
-from flowjax.canvas.operators.built_in import groups, majority
+from flowjax.canvas.operators.built_in import groups
 from flowjax.canvas.values import Problem, State
 
 SUM = Problem("What is 2+3?", "math")
@@ -35,8 +36,13 @@ def test_no_candidates_are_said(name: str):
 
 def test_a_majority_needs_no_vote():
     assert use("ScEnsemble", SUM, among("6", "5", "5.0"))[0] == {"answer": "5"}
-    assert majority(["5", "6"], SUM) is None
-    assert majority(["5", "5", "6", "7"], SUM) is None
+
+
+def test_the_largest_group_wins_where_it_is_alone_and_a_tie_leaves_out_the_others():
+    assert use("ScEnsemble", SUM, among("7", "5", "6", "5.0"))[0] == {"answer": "5"}
+    outputs, context = use("ScEnsemble", SUM, among("7", "5", "6", "5.0", "6"), vote("B"))
+    assert outputs == {"answer": "6"}
+    assert "A.\n5\n\nB.\n6" in context.asked[0] and "\n7" not in context.asked[0]
 
 
 def test_programs_are_the_same_whatever_their_spaces():
@@ -65,12 +71,21 @@ def test_votes_are_read_strictly(reply: str):
         use("ScEnsemble", SUM, among("5", "6", "7"), reply, reply)
 
 
-def test_votes_are_shuffled_and_counted():
-    outputs, context = use("MdEnsemble", SUM, among("5", "6", "7"), *[vote("A")] * 5)
+def offered(asked: str) -> list[str]:
+    return re.findall(r"^[A-Z]\.\n(\w+)", asked, re.MULTILINE)
+
+
+def test_votes_see_other_orders_and_are_counted():
+    outputs, context = use("MdEnsemble", SUM, among("5", "6", "7"), *map(vote, "ACBAB"))
     assert context.seeds == [0, 1, 2, 3, 4]
-    firsts = [asked.partition("A.\n")[2][0] for asked in context.asked]
-    assert len(set(firsts)) > 1
-    assert outputs["answer"] in {first for first in firsts if firsts.count(first) == max(map(firsts.count, firsts))}
+    orders = [offered(asked) for asked in context.asked]
+    assert orders == [list("567"), list("675"), list("756"), list("765"), list("576")]
+    assert outputs == {"answer": "5"}
+
+
+def test_two_candidates_are_first_in_turn():
+    _, context = use("MdEnsemble", SUM, among("5", "6"), *[vote("A")] * 5)
+    assert [offered(asked)[0] for asked in context.asked] == list("56655")
 
 
 def test_unread_votes_do_not_count():

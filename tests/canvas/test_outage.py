@@ -261,6 +261,18 @@ def test_half_a_character_in_a_reply_is_replaced():
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+def test_half_a_character_in_a_json_reply_is_replaced():
+    """Its raw text has none: it comes to be when the object is read."""
+    asked = [chat(reply) for reply in ("Answer: 5", '{"feedback": "no \\ud83d", "passed": false}', "Answer: 6")]
+
+    async def scenario() -> None:
+        async with serving(*(lambda body, said=said: said for said in asked)) as server:
+            result = await answered(server, "Custom -> Review -> Revise")
+            assert (result.answer, result.state["feedback"]) == ("6", "no ?")
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_what_a_backend_withholds_is_no_answer():
     async def scenario() -> None:
         async with serving(lambda body: cut("Answer:", "content_filter")) as server:

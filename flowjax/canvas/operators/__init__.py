@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 from flowjax.canvas.values import Field, Message, Problem, State, Value
-from flowjax.grading.answers import chosen, normalise_answer, without_thoughts
+from flowjax.grading.answers import chosen, normalise_answer, options_of, without_thoughts
 from flowjax.grading.code import Suite, Verdict, fenced_blocks, parse_quietly
 from flowjax.grading.math import last_boxed, plain_form
 from flowjax.grading.sandbox import ProgramResult
@@ -193,7 +193,7 @@ def _material(problem: Problem, text: str) -> list[str]:
     parts = []
     if problem.context:
         parts.append(section("Context", problem.context))
-    if any(option not in text for option in problem.options.values()):
+    if problem.options and options_of(text) != dict(problem.options):  # unless the text has them, with these letters
         options = "\n".join(f"{letter}. {option}" for letter, option in problem.options.items())
         parts.append(section("Options", options))
     if problem.public_tests:
@@ -204,7 +204,11 @@ def _material(problem: Problem, text: str) -> list[str]:
 _ANSWER = re.compile(
     r"^[ \t>*_#-]{0,16}(?:final )?answer[*_]{0,4}[ ]?:[*_]{0,4}[ \t]*(.*)$", re.IGNORECASE | re.MULTILINE
 )
-_ESCAPE = re.compile(r"\\\\|\\(?=[bfr][a-zA-Z])|\\(?![\"\\/bfnrtu])")
+# Backslashes of LaTeX in JSON, seldom escaped there: \frac would be a form feed and "rac", \underline no JSON at all.
+_ESCAPE = re.compile(
+    r"\\\\|\\(?=[bfr][a-zA-Z])|\\(?![\"\\/bfnrt]|u[0-9a-fA-F]{4})"
+    r"|\\(?=(?:tan|tau|text\w*|theta|tilde|times|to|triangle|nabla|neq|not|notin)(?![a-zA-Z]))"
+)
 _OBJECT = re.compile(r'\{[ \t\r\n]*"')  # how an object begins that has a field
 # Of attempts to read an object. Each takes as long as all before it, and the event loop stands still meanwhile: a reply
 # of braces alone would hold up every other run.
@@ -234,7 +238,7 @@ def program_of(reply: str) -> str | None:
 
 
 def solution(reply: str, problem: Problem) -> dict[str, Value]:
-    """`code` for a code problem, else `thought` and `answer`, of a reply in the form of `prompts.solution_form`.
+    """`code` for a code problem, else `thought` and `answer`, of a reply in the form of `solution_form`.
 
     Raises:
         OperatorError: the reply has neither an answer line nor is it one line.
@@ -313,7 +317,6 @@ def object_form(schema: Mapping[str, Any]) -> str:
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     """The outermost JSON objects in a text, in their order."""
-    # LaTeX in JSON is seldom escaped: \frac would be a form feed and "rac".
     text = _ESCAPE.sub(r"\\\\", text)
     decoder, end, failures = json.JSONDecoder(strict=False), 0, 0
     while failures < _MOST_FAILURES and (start := _OBJECT.search(text, end)):

@@ -5,7 +5,6 @@ Programmer writes and mends one, Test runs the public tests.
 """
 
 import ast
-import random
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -257,10 +256,11 @@ def groups(candidates: Sequence[str], problem: Problem) -> list[list[str]]:
     return list(found.values())
 
 
-def majority(candidates: Sequence[str], problem: Problem) -> str | None:
-    """Answer of more than half of the candidates, None where there is no such thing. A single one says it all."""
-    largest = max(groups(candidates, problem), key=len)
-    return largest[0] if 2 * len(largest) > len(candidates) else None
+def largest_groups(candidates: Sequence[str], problem: Problem) -> list[str]:
+    """The first candidate of each group that none exceeds: one, or those of a tie."""
+    found = groups(candidates, problem)
+    most = max(map(len, found))
+    return [group[0] for group in found if len(group) == most]
 
 
 def _letters(place: int) -> str:
@@ -293,26 +293,27 @@ class ScEnsemble(Operator):
     """Self-consistency: what most candidates say. After Wang et al. 2022 (arXiv 2203.11171)."""
 
     name = "ScEnsemble"
-    description = "takes what most candidates of a parallel say; the backend votes only where none has a majority"
+    description = "takes what most candidates of a parallel say; the backend votes only where there is a tie"
     role = "combiner"
     inputs = (PROBLEM, CANDIDATES)
     outputs = SOLUTION
     instruction = "Choose the candidate that agrees best with the others and with the problem."
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
-        candidates = read_candidates(inputs)
-        result = majority(candidates, context.problem)
-        if result is None:
-            choices = [group[0] for group in groups(candidates, context.problem)]
-            result = choices[await vote(context, inputs, choices)]
-        return solved(result, context.problem)
+        choices = largest_groups(read_candidates(inputs), context.problem)
+        place = await vote(context, inputs, choices) if choices[1:] else 0
+        return solved(choices[place], context.problem)
 
 
 VOTES = 5
 
 
 class MdEnsemble(Operator):
-    """Several votes over shuffled candidates. After Medprompt (Nori et al. 2023, arXiv 2311.16452)."""
+    """Several votes over candidates in other orders. After Medprompt (Nori et al. 2023, arXiv 2311.16452).
+
+    It shuffles them; here each vote begins one candidate later, and every second round of them runs backwards: few
+    votes show each candidate at each letter as often as they can.
+    """
 
     name = "MdEnsemble"
     description = f"lets the backend vote {VOTES} times over the candidates of a parallel, each time in another order"
@@ -330,7 +331,7 @@ class MdEnsemble(Operator):
         votes: Counter[int] = Counter()
         unread: OperatorError | None = None
         for seed in range(VOTES):
-            order = random.Random(seed).sample(range(len(choices)), len(choices))
+            order = _order(len(choices), seed)
             try:
                 votes[order[await vote(context, inputs, [choices[i] for i in order], seed=seed)]] += 1
             except OperatorError as error:
@@ -338,6 +339,12 @@ class MdEnsemble(Operator):
         if not votes:
             raise OperatorError(f"none of {VOTES} votes could be read: {unread}")
         return solved(choices[max(sorted(votes), key=votes.__getitem__)], context.problem)
+
+
+def _order(choices: int, number: int) -> list[int]:
+    """Places of the choices in a vote, of which `number` came before it."""
+    order = [(place + number) % choices for place in range(choices)]
+    return order[::-1] if number // choices % 2 else order
 
 
 class Aggregate(Operator):

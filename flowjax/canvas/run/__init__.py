@@ -40,6 +40,7 @@ from flowjax.canvas.values import (
     Usage,
     Value,
     WorkflowRun,
+    sendable,
 )
 from flowjax.grading.sandbox import IsolationError
 
@@ -368,7 +369,8 @@ class _Interpreter:
             raise context.spent
         if fault := fault_of(operator, outputs):
             return Outcome(error=fault)
-        return Outcome(dict(outputs), keep=context.complete)
+        # A JSON reply, or a plug-in, may hold half a character whose raw text had none.
+        return Outcome({name: sendable(value) for name, value in outputs.items()}, keep=context.complete)
 
 
 def _status(ending: BudgetSpent | BackendUnavailable | None, outcome: Outcome) -> NodeStatus:
