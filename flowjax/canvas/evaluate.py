@@ -153,7 +153,7 @@ def _built(line: Mapping[str, Any]) -> dict[str, Any]:
     """The workflow at the end of an episode, and what became of it; `line` is its transcript."""
     traces = [turn["shown"]["trace"] for turn in line["turns"] if turn.get("shown", {}).get("trace")]
     last = traces[-1] if traces else {"workflow": None, "answer": "", "status": "empty", "nodes": []}
-    nodes = {node["id"]: node for trace in traces for node in trace["nodes"] if not node["cached"]}
+    nodes = {(node["id"], node["turn"]): node for trace in traces for node in trace["nodes"] if not node["cached"]}
     outcome = line["outcome"]
     return {
         "workflow": show(from_json(last["workflow"])) if last["workflow"] else "",
@@ -166,7 +166,7 @@ def _built(line: Mapping[str, Any]) -> dict[str, Any]:
         **{name: outcome[f"executor_{name}"] for name in ("calls", "tokens", "cost")},
         "seconds": sum(turn["generate_s"] + turn["env_s"] for turn in line["turns"]),
         # What a step gave that was not run again is in an earlier trace.
-        "trace": [{**nodes.get(node["id"], {}), **node} for node in last["nodes"]],
+        "trace": [{**nodes.get((node["id"], node["turn"]), {}), **node} for node in last["nodes"]],
     }
 
 

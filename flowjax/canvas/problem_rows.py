@@ -60,14 +60,21 @@ class Job:
     most_calls: int | None = None
 
     def key(
-        self, record: Record, file: Path, operators: Operators, backends: Mapping[str, Backend], default: str
+        self,
+        record: Record,
+        file: Path,
+        operators: Operators,
+        backends: Mapping[str, Backend],
+        default: str,
+        packages: tuple[str, ...] = (),
     ) -> str:
-        """Equal for rows that are interchangeable: the same workflow, problem, grading, model and temperature, and the
-        same code of operators that are not ours."""
+        """Equal for rows that are interchangeable: the same workflow, problem, grading, model and temperature, the same
+        packages, and the same code of operators that are not ours."""
         identities = {name: backend.identity for name, backend in backends.items()}
         problem = problem_digest(record.problem)
         asked = [show(self.workflow), self.temperature, identities, default, file.name, record.row, problem]
         asked += [self.most_calls] if self.most_calls is not None else []
+        asked += [["packages", *packages]] if packages else []
         used = {call.operator for call in self.workflow.calls()}
         found = (operators[name] for name in sorted(used) if name in operators)
         asked += [fingerprint(each) for each in found if not each.__module__.startswith("flowjax.canvas.")]
@@ -166,12 +173,21 @@ async def play(
     """The rows of a job, in the order of the problems; those that are missing are played and kept.
 
     Where a backend is away no further problem is begun; those that are under way come to their ends, and are kept.
+
+    Raises:
+        BackendAway: a backend does not answer.
+        IsolationError: the workflow runs programs, and this machine cannot isolate them.
     """
     slots = asyncio.Semaphore(at_once)
     away: list[BackendAway] = []
-    keys = [job.key(record, path, operators, backends, default) for path, record in wanted]
+    keys = [job.key(record, path, operators, backends, default, packages) for path, record in wanted]
     settings: dict[str, Any] = {"operators": operators, "backends": backends, "default_backend": default}
     settings |= {"sandbox": Sandbox(packages=packages), "budget": Budget(calls=job.most_calls)}
+
+    called = (operators.get(call.operator) for call in job.workflow.calls())
+    if set(keys) - rows.keys() and any(each is not None and each.runs_programs for each in called):
+        # To `run` it would be an outage, which is waited for.
+        await asyncio.to_thread(settings["sandbox"].require)
 
     async def one(key: str, path: Path, record: Record) -> None:
         async with slots:

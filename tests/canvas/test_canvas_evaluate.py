@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flowjax.canvas.evaluate import main
+from flowjax.grading.sandbox import IsolationError
 
 ROWS = [
     {"problem": "What is 6 times 7?", "ground_truth": "42", "source": "gsm8k", "problem_type": "math"},
@@ -118,6 +119,22 @@ def test_baselines_have_the_calls_of_the_workflow_and_are_compared_with_it(tmp_p
     assert results["io"]["accuracy"] == 0.75 and results["io"]["against_first"]["first_is_better_by"] == 0.0
     assert len(kept(tmp_path)) == 16
     assert "workflow against io: +0.0 points" in (tmp_path / "out/results.md").read_text()
+
+
+def test_rows_that_programs_could_have_made_with_other_packages_are_played_again(tmp_path, command):
+    assert main(command) == 0 and main([*command, "--packages", str(tmp_path)]) == 0
+    assert len(kept(tmp_path)) == 8
+
+
+def test_a_machine_without_isolation_is_no_backend_that_is_away(tmp_path, command, capsys, monkeypatch):
+    def none(**_: object) -> None:
+        raise IsolationError("programs cannot be isolated here")
+
+    monkeypatch.setattr("flowjax.grading.sandbox.require_isolation", none)
+    monkeypatch.setattr("flowjax.canvas.problem_rows._PAUSE_S", 0.0)
+    assert main([*command, "--workflow=Programmer"]) == 2
+    assert capsys.readouterr().err == "programs cannot be isolated here\n"
+    assert len(kept(tmp_path)) == 4  # of the workflow that runs none
 
 
 def test_a_backend_that_goes_away_keeps_what_was_played(tmp_path, command, capsys, monkeypatch):

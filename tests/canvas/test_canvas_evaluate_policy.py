@@ -12,9 +12,11 @@ import pytest
 from ml_collections import ConfigDict
 
 from flowjax.canvas.backends import Completion, Request
-from flowjax.canvas.evaluate import main
-from flowjax.canvas.values import Usage
+from flowjax.canvas.evaluate import _built, main
+from flowjax.canvas.text import parse
+from flowjax.canvas.values import NodeRun, Usage, WorkflowRun
 from flowjax.config import default_config, save_run
+from flowjax.envs.canvas.texts import trace_of
 from flowjax.envs.pool import EnvPool
 from flowjax.evaluate import Evaluation, leases_of
 from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, play_missing
@@ -130,6 +132,32 @@ def test_a_policy_has_the_rows_and_tables_of_a_fixed_workflow(tmp_path, command,
     page = capsys.readouterr().out
     assert "| policy | 2 different | 75.0 % [" in page.replace("`", "") and "read and wrote 248 tokens itself" in page
     assert "policy against workflow: +0.0 points" in page
+
+
+def row_of(*runs: WorkflowRun) -> dict[str, Any]:
+    """The row of an episode whose turns ran one workflow so."""
+    turns = [{"shown": {"trace": trace_of(parse("(Custom#a) * 2"), run)}, "generate_s": 0, "env_s": 0} for run in runs]
+    outcome = dict.fromkeys(
+        ("success", "correctness", *(f"executor_{name}" for name in ("calls", "tokens", "cost"))), 0
+    )
+    return _built({"turns": turns, "outcome": outcome})
+
+
+def test_a_row_has_the_whole_answer_and_errors_of_a_long_run():
+    trace = tuple(NodeRun(f"n{i}", "Custom", "error", 1, False, error="e" * 900) for i in range(40))
+    row = row_of(WorkflowRun("x" * 3000, "error", {}, trace, Usage(), 0.0))
+    assert row["answer"] == "x" * 3000 and row["errors"] == ["e" * 900] * 40
+    cut = row_of(WorkflowRun("x" * 9000, "ok", {}, (), Usage(), 0.0))["answer"]
+    assert cut == "x" * 8000 + " …"
+
+
+def test_each_turn_of_a_loop_has_its_own_inputs_and_outputs():
+    def played(cached: bool) -> WorkflowRun:
+        trace = tuple(NodeRun("a", "Custom", "ok", turn, cached, {}, {"answer": f"the {turn}."}) for turn in (1, 2))
+        return WorkflowRun("2", "ok", {}, trace, Usage(), 0.0)
+
+    trace = row_of(played(cached=False), played(cached=True))["trace"]
+    assert [node["outputs"] for node in trace] == ["answer: the 1.", "answer: the 2."]
 
 
 def test_a_second_start_plays_nothing_and_other_problems_are_played(tmp_path, command, monkeypatch):

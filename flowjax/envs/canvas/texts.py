@@ -29,7 +29,7 @@ _EXECUTORS = "\n\n## Executors (Operator@name asks that one; cost per million to
 _WORKFLOW_SHARE = 0.25  # of an observation that is too long: a workflow with longer instructions is shown without them
 _STEPS_ROOM = 600  # characters that are left to the steps of a run at least
 _CUT = " ... (cut)"
-_TRACE_CHARACTERS = 8000  # of what a run's calls were given and gave
+_TRACE_CHARACTERS = 8000  # of what a run's calls were given and gave; of its answer, and of each error
 _LONG_WORDS = 3  # of an answer that reads like a sentence
 LARGEST = 20  # number of turns, of a price and of tens of words in a compact prompt
 LONGEST_WORKFLOW = 40  # words of it in a compact prompt; the beginning of longer ones is left out
@@ -326,7 +326,7 @@ def trace_of(workflow: Workflow, run: WorkflowRun) -> dict[str, Any]:
     def words(state: State) -> str:
         share = max(room // max(len(state), 1), 40)
         lines = (f"{name}: {' | '.join(value) if isinstance(value, tuple) else value}" for name, value in state.items())
-        return "\n".join(line if len(line) <= share else f"{line[:share]} …" for line in lines)
+        return "\n".join(_marked(line, share) for line in lines)
 
     nodes = [
         {
@@ -338,7 +338,7 @@ def trace_of(workflow: Workflow, run: WorkflowRun) -> dict[str, Any]:
             # A call that was not run again is in an earlier trace: most of every run is.
             **({} if node.cached else {"inputs": words(node.inputs), "outputs": words(node.outputs)}),
             "gave": shortened(output_text(node.outputs), 100),
-            "error": node.error[:room],
+            "error": _marked(node.error, _TRACE_CHARACTERS),
             "calls": node.usage.calls,
             "tokens": node.usage.prompt_tokens + node.usage.sampled_tokens,
             "cost": node.usage.cost,
@@ -346,7 +346,12 @@ def trace_of(workflow: Workflow, run: WorkflowRun) -> dict[str, Any]:
         }
         for node in run.trace
     ]
-    return {"workflow": to_json(workflow), "status": run.status, "answer": run.answer[:room], "nodes": nodes}
+    answer = _marked(run.answer, _TRACE_CHARACTERS)
+    return {"workflow": to_json(workflow), "status": run.status, "answer": answer, "nodes": nodes}
+
+
+def _marked(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} …"
 
 
 def drawn(trace: Mapping[str, Any], operators: Mapping[str, type[Operator]]) -> str:
