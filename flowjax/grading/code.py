@@ -101,9 +101,10 @@ class Lines:
 class Suite:
     """The tests of one problem. `entry` is the tested function, "" where the program reads standard input.
 
-    `preamble` is put before a program that defines the function without it (imports and helpers that the problem
-    gives); `setup` before each `Check`. With `runs_text` the program is a part of one: each `Check` finds its text as
-    `solution`, puts it into a text of its own, and runs that by `exec(text, names)`, which leaves names["result"].
+    `preamble` is run before the program (imports and helpers that the problem gives), and holds no function that counts
+    as the tested one; `setup` before each `Check`. With `runs_text` the program is a part of one: each `Check` finds
+    its text as `solution`, puts it into a text of its own, and runs that by `exec(text, names)`, which leaves
+    names["result"].
     """
 
     cases: tuple[CallCase | Check | Lines, ...]
@@ -160,7 +161,7 @@ def judge(
         memory_bytes = _LIBRARIES * limits.memory_bytes
         limits = replace(limits, cpu_s=_LIBRARIES * limits.cpu_s, memory_bytes=memory_bytes)
         case_cpu_s *= _LIBRARIES
-    session = _Session(complete(program, suite), suite, limits, case_cpu_s, where, packages)
+    session = _Session(program, suite, limits, case_cpu_s, where, packages)
     remarks = [NOT_RUN] * len(suite.cases)  # "" where a case passed
     for kind, judged in ((CallCase, _calls), (Lines, _scripts), (Check, _checks)):
         numbers = [number for number, case in enumerate(suite.cases) if isinstance(case, kind)]
@@ -170,14 +171,6 @@ def judge(
                 remarks[number] = remark
     passed = tuple(not remark for remark in remarks)
     return Verdict(passed, tuple(remarks), time.monotonic() - started_s, where.name)
-
-
-def complete(program: str, suite: Suite) -> str:
-    """The program as it is run: behind the problem's preamble."""
-    if not suite.preamble or not suite.entry:
-        return program
-    joined = f"{suite.preamble}\n{program}"
-    return program if parse_quietly(joined) is None and parse_quietly(program) is not None else joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +202,11 @@ class _Session:
         return Box(source, limits, self.isolation, packages=self.packages)
 
     def job(self, mode: str, **more: Any) -> bytes:
-        fields = {"mode": mode, "program": self.program, "entry": self.suite.entry, "case_cpu_s": self.case_cpu_s}
-        data = marshal.dumps({**fields, **more}, 2)
+        entry, preamble = self.suite.entry, self.suite.preamble
+        if not entry or parse_quietly(preamble) is None:  # no fault of the program
+            preamble = ""
+        fields = {"mode": mode, "preamble": preamble, "program": self.program, "entry": entry}
+        data = marshal.dumps({**fields, "case_cpu_s": self.case_cpu_s, **more}, 2)
         return len(data).to_bytes(8, "little") + data
 
     def ask_all(self, mode: str, room_bytes: int, inputs: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -274,7 +270,10 @@ def _checks(session: _Session, cases: Sequence[Check]) -> list[str]:
     """Two boxes, one with the tests and one with the program; this process carries messages between them."""
     token = secrets.token_hex(16)  # only the tests' box gets it: no line without it is a verdict
     sources = [case.source for case in cases]
-    talk = {"objects": _objects(), "files": _use_files(session.program, session.suite.setup, *sources)}
+    talk = {
+        "objects": _objects(),
+        "files": _use_files(session.suite.preamble, session.program, session.suite.setup, *sources),
+    }
     found: dict[int, str] = {}
     with session.box(_runner(), TALK_BYTES) as tester, session.box(_runner(), TALK_BYTES) as tested:
         tested.send(session.job("serve", **talk))

@@ -244,12 +244,39 @@ def _reason(error, file):
     return type(error).__name__ + (": " + said if said else "") + (f" (line {line})" if line else "")
 
 
-def _load(source, name, module=None):
+def _load(source, name):
     """A fresh module that has run `source`."""
-    module = module or Module(name)
+    module = Module(name)
     module.__file__ = name + ".py"
     sys.modules[name] = module
     exec(compile(source, name + ".py", "exec"), module.__dict__)
+    return module
+
+
+def _compiled(job):
+    """The problem's preamble and the program, each by itself: so lines and `from __future__` are the program's own."""
+    return [
+        compile(job[part], file, "exec") for part, file in (("preamble", "preamble.py"), ("program", "solution.py"))
+    ]
+
+
+def _run(codes, module, entry=""):
+    """Run preamble and program in a module. What the preamble has under the name of the tested function stays in the
+    program's sight, as builtins are, and out of the module: else it would pass for the program's."""
+    preamble, program = codes
+    names = module.__dict__
+    exec(preamble, names)
+    if entry in names:
+        names["__builtins__"] = {**vars(builtins), entry: names.pop(entry)}
+    exec(program, names)
+
+
+def _load_program(job):
+    module = Module("solution")
+    module.__file__ = "solution.py"
+    module.__tested__ = True
+    sys.modules["solution"] = module
+    _run(_compiled(job), module, job["entry"])
     return module
 
 
@@ -266,7 +293,7 @@ def _solution(job, lines):
     """The tested function; None, and said so, where the program does not load."""
     try:
         with _Clock(job["case_cpu_s"]):
-            return _function(_load(job["program"], "solution"), job["entry"])
+            return _function(_load_program(job), job["entry"])
     except BaseException as error:
         lines.write("load", _reason(error, "solution.py"))
         return None
@@ -318,9 +345,7 @@ def serve(job, lines):
     """Be the program's side of the talk with its tests."""
     try:
         with _Clock(job["case_cpu_s"]):
-            module = Module("solution")
-            module.__tested__ = True
-            _load(job["program"], "solution", module)
+            module = _load_program(job)
     except BaseException as error:
         lines.write("load", _reason(error, "solution.py"))
         return
@@ -396,14 +421,14 @@ def check(job, lines):
 
 def scripts(job, lines):
     """Run the program once for each of the inputs that come, each time as a process of its own."""
-    code, number = None, 0
+    codes, number = None, 0
     try:
-        code = compile(job["program"], "solution.py", "exec")
+        codes = _compiled(job)
     except BaseException as error:
         lines.write("load", _reason(error, "solution.py"))
-    while code is not None and (text := lines.read_value()) is not None:
+    while codes is not None and (text := lines.read_value()) is not None:
         data = text.encode("utf-8", "surrogatepass")
-        lines.write(number, *_script(code, data, job["case_cpu_s"], job["output_bytes"]))
+        lines.write(number, *_script(codes, data, job["case_cpu_s"], job["output_bytes"]))
         number += 1
 
 
@@ -418,11 +443,11 @@ def _unnamed_file(data=b""):
     return fd
 
 
-def _script(code, text, seconds, output_bytes):
+def _script(codes, text, seconds, output_bytes):
     files = [_unnamed_file(text), _unnamed_file(), _unnamed_file()]
     child = os.fork()
     if child == 0:
-        _become(code, files, seconds)
+        _become(codes, files, seconds)
     status = None
     try:
         with _Clock(seconds, child):
@@ -448,7 +473,7 @@ def _script(code, text, seconds, output_bytes):
     return ["ok", out]
 
 
-def _become(code, files, seconds):
+def _become(codes, files, seconds):
     """In the child: be the program, and end."""
     status = 1
     try:
@@ -463,7 +488,7 @@ def _become(code, files, seconds):
         sys.modules["__main__"] = module
         sys.argv = ["solution.py"]
         try:
-            exec(code, module.__dict__)
+            _run(codes, module)
             status = 0
         except SystemExit as exit:
             status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)

@@ -116,6 +116,16 @@ def test_live_code_bench_tests_are_read(files: dict[str, str]):
         assert judge(program + "        return x", problem_of(identity).suite, allow_none=WITHOUT).success, line
 
 
+@pytest.mark.parametrize(("entry", "given", "wanted"), [("merge", [[2], [1]], [1, 2]), ("factorial", [3], 6)])
+def test_a_function_is_the_programs_own(entry: str, given: list[Any], wanted: Any):
+    """Not the library's of that name, which the problem's imports bring."""
+    row = {"problem": "Do it.", "input_output": {"fn_name": entry, "inputs": [given], "outputs": [wanted]}}
+    suite = problem_of(row).suite
+    assert not judge("x = 1", suite, allow_none=WITHOUT).success
+    program = f"class Solution:\n    def {entry}(self, *x):\n        return {wanted}"
+    assert judge(program, suite, allow_none=WITHOUT).success
+
+
 def test_packed_tests_that_are_more_than_data_are_refused():
     import base64
     import pickle

@@ -363,6 +363,27 @@ def test_methods_of_solution_and_missing_imports():
     assert judged("class Solution:\n    def total(self, xs: List[int]) -> int:\n        return sum(xs)", suite).success
 
 
+@pytest.mark.parametrize(
+    ("program", "right"),
+    [
+        ("x = 1", False),
+        ("class Solution:\n    def other(self, a, b):\n        return 4", False),
+        ("class Solution:\n    def gcd(self, a, b):\n        return gcd(a, b)", True),
+        ("def gcd(a, b):\n    return gcd(b, a % b) if b else a", True),
+        ("from math import gcd", True),
+        ("from __future__ import annotations\ndef gcd(a: Unknown, b):\n    return math.gcd(a, b)", True),
+    ],
+)
+def test_the_preamble_never_passes_for_the_program(program: str, right: bool):
+    preamble = "import math\nfrom math import *\n" + "\n" * 10
+    for case in (CallCase((8, 12), 4), Check("assert gcd(8, 12) == 4")):
+        if isinstance(case, Check) and "return gcd(a, b)" in program:
+            continue  # tests that are code see the method by the function's name, and so does it
+        assert judged(program, Suite((case,), "gcd", preamble)).success == right
+    [said] = judged("\nraise KeyError(1)", Suite((CallCase((8, 12), 4),), "gcd", preamble)).remarks
+    assert said == "KeyError: 1 (line 2)"
+
+
 def test_json_tests_know_no_tuples():
     assert matches(CallCase((), [[1, 2]], json=True), encode([(1, 2)]))
     assert not matches(CallCase((), [[1, 2]]), encode([(1, 2)]))
