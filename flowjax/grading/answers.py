@@ -1,4 +1,4 @@
-"""Answers to questions: short ones by exact match and token F1, multiple choice by the option that a reply chooses.
+"""Answers in replies: where they stand, short ones by exact match and token F1, multiple choice by the chosen option.
 
 Normalisation and both scores of short answers are those of the SQuAD evaluation (Rajpurkar et al. 2016, arXiv
 1606.05250), but that "yes" and "no" have no part of a score, as in HotpotQA's (Yang et al. 2018, arXiv 1809.09600).
@@ -17,6 +17,8 @@ _PAIR = r"<answer>((?:(?!<answer>).)*?)</answer>"
 _ANSWER = re.compile(_PAIR, re.DOTALL | re.IGNORECASE)
 _AUGMENTED_SHARE = 0.3
 _WHOLE = ("yes", "no", "noanswer")
+MAX_OPEN_BOXES = 16  # that are begun and not ended, before the search is given up
+_BOX, _BRACE = re.compile(r"\\boxed\s*\{"), re.compile(r"\\.|[{}]", re.DOTALL)  # `\{` is no brace
 
 
 def without_thoughts(reply: str) -> str:
@@ -34,6 +36,22 @@ def between_tags(text: str, tag: str) -> str | None:
     if not tags:
         return text
     return text[start:end] if start >= 0 else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Contents of the last complete `\boxed{...}`, braces inside it balanced; None where there is none."""
+    end = len(text)
+    for _ in range(MAX_OPEN_BOXES):
+        if (start := text.rfind("\\boxed", 0, end)) < 0:
+            break
+        if opening := _BOX.match(text, start):
+            depth = 1
+            for brace in _BRACE.finditer(text, opening.end()):
+                depth += (brace[0] == "{") - (brace[0] == "}")
+                if depth == 0:
+                    return text[opening.end() : brace.start()].strip()
+        end = start
+    return None
 
 
 def normalise_answer(text: str) -> str:

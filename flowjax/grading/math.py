@@ -1,4 +1,4 @@
-"""Answers to problems of mathematics: where the answer stands in a reply, and whether two answers are equal.
+"""Answers to problems of mathematics: the last number of a reply, and whether two answers are equal.
 
 A grader that computes would solve the problem for a reply that only says it again, `12+34` for `12+34=?`: where the
 gold answer is a number, one number is asked for. Numbers and words are compared here; everything else by math-verify
@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+from flowjax.grading.answers import last_boxed
+
 MAX_CHARACTERS = 1000  # of an answer; a longer one is wrong
-MAX_OPEN_BOXES = 16  # that are begun and not ended, before the search is given up
 MAX_EXPONENT = 1000  # of a number in a whole reply; see `anywhere`
 MAX_FACTORIAL = 200
 MAX_DIGITS = 500
@@ -30,7 +31,7 @@ DECIMALS = 6  # to which decimal fractions are rounded, as math-verify does
 
 _POWER_OF_TEN = r"[eE](?:\d{1,3}|\+\d\d\d?|-\d\d\d?)(?!\d)"  # as programs print it; `2e-3` may be a formula with e
 _NUMBER = rf"(?:(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?|\.\d+)(?:{_POWER_OF_TEN})?"
-_LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?:/\d+(?!\d|\.\d))?%?")
+_LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:\d+ (?=\d+/\d))?(?:{_NUMBER})(?:[eE]-\d(?!\d))?(?:/\d+(?!\d|\.\d))?%?")
 _PLAIN_NUMBER = re.compile(rf"([-+]?)({_NUMBER})(?:/([-+]?\d+))?(%?)")
 _MIXED = re.compile(r"([-+]?)(\d+) (\d+)/(\d+)")
 _BASED = re.compile(r"\(?([0-9A-Za-z]+)\)?_\{?(\d+)\}?")
@@ -47,7 +48,11 @@ _NAMED = re.compile(r"[a-zA-Z]\s*=\s*(.+)")
 _OTHER_NAME = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]|[,;]")
 _SEVERAL = re.compile(r"[,;]|\b(?:or|and)\b")
 # What is still to be done is no answer, unless the gold answer leaves it, too.
-_UNDONE = re.compile(r"\\(?:sum|prod|i*nt|lim|gcd|det)(?![a-z])")
+_UNDONE = re.compile(
+    r"\\(?:sum|prod|i*nt|lim|gcd|det|max|min|cap|partial)(?![a-z])|\\\}\s*\\cup\s*\\\{"
+    r"|\\frac\s*\{d\}\s*\{d\s*[a-z]\}|\bd/d[a-z]\b"  # derivatives, and below determinants and products of matrices
+    r"|\\begin\{[vV]matrix\}|\|\s*\\begin|\\end\{\w*matrix\}\s*(?:\^|\*|\\cdot|\\times|\\begin)"
+)
 _CHAIN = re.compile(r"([^<>=]+)(<=|<)([a-zA-Z])(<=|<)([^<>=]+)")
 _ONE_SIDED = re.compile(r"([a-zA-Z])(<=|<|>=|>)([^<>=]+)")
 _RELATION = re.compile(r"(<=|>=|<|>)")
@@ -75,45 +80,18 @@ _PLAIN_UNIT = re.compile(  # `18 dollars`, `12cm`, `25 °C`
 )
 _LARGE_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*(?:\d{5}|[^{}]*\^)")  # what is computed while it is read
 _POWER = r"(\w+|\{[^{}]*\}|[\ue000-\uf8ff])"
+_FORMULA = re.compile(r"[-+*/^_=<>\\]")  # a text with none of these is prose: "A cat and a dog"
+_SYMBOL = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[a-zA-Z]")
+_FREE = "abcklmnpqrstuvwxyz"  # letters that name no function, constant or unit of LaTeX's readers
 _TOWER = re.compile(rf"\^{_POWER}\^{_POWER}(?!\^)")
 _INTERVAL = re.compile(r"[\[(][^\[\]]*,[^\[\]]*[\])](?:\s*\\cup\s*[\[(][^\[\]]*,[^\[\]]*[\])])*")
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\\pi|\{[^{}]*\}|\w)\s*(\\pi|\{[^{}]*\}|\w)")  # `\frac ab`, `\frac\pi4`
-_FUNCTIONS = (
-    "arcsin",
-    "arccos",
-    "arctan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "sin",
-    "cos",
-    "tan",
-    "cot",
-    "sec",
-    "csc",
-    "log",
-    "ln",
-)
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Contents of the last complete `\boxed{...}`, braces inside it balanced; None where there is none."""
-    end = len(text)
-    for _ in range(MAX_OPEN_BOXES):
-        if (start := text.rfind("\\boxed{", 0, end)) < 0:
-            break
-        depth = 0
-        for place in range(start + len("\\boxed"), len(text)):
-            depth += (text[place] == "{") - (text[place] == "}")
-            if depth == 0:
-                return text[start + len("\\boxed{") : place].strip()
-        end = start
-    return None
+_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln"
 
 
 def last_number(text: str) -> str | None:
     """The last number of a text, with its sign, thousands separators, denominator and percent sign."""
-    found = [match.group() for match in _LAST_NUMBER.finditer(text)]
+    found = [match.group() for match in _LAST_NUMBER.finditer(text.replace("−", "-"))]
     return found[-1] if found else None
 
 
@@ -152,12 +130,13 @@ def equal(answer: str, gold: str, cpu_s: float = 5.0) -> bool:
         return False
     if _LARGE_BINOMIAL.search(said) or _LARGE_BINOMIAL.search(true):
         return False
-    if _UNDONE.search(said) and not _UNDONE.search(true):
+    if set(_UNDONE.findall(said)) - set(_UNDONE.findall(true)):
         return False
     intervals = _as_interval(said), _as_interval(true)
     if any(map(_INTERVAL.fullmatch, intervals)):
         said, true = intervals
-    return _verified(_latex(said), _latex(true), cpu_s)
+    said, true = _in_one_case(_latex(said), _latex(true))
+    return _verified(said, true, cpu_s)
 
 
 def is_number(text: str) -> bool:
@@ -318,14 +297,40 @@ def _unwrapped(text: str) -> str:
 def _squeezed(text: str) -> str:
     """The text without blanks, but one between the digits of two numbers: only groups of three may be one number's."""
     text = re.sub(r"(?<=\d) (?=\d{3}(?![\d/]))", "", " ".join(text.split()))
-    return re.sub(r"(?<!\d) | (?!\d)", "", text).casefold()
+    return re.sub(r"(?<!\d) | (?!\d)", "", _cased(text))
+
+
+def _cased(text: str) -> str:
+    """The text in small letters, but for commands and for letters that a formula has in both cases: R - r is not 0."""
+    if not _FORMULA.search(text):
+        return text.casefold()
+    kept = _capitals(text)
+    return re.sub(
+        r"\\[a-zA-Z]+|[^\W\d_]+", lambda m: m[0] if m[0][0] == "\\" or m[0] in kept else m[0].casefold(), text
+    )
+
+
+def _capitals(text: str) -> set[str]:
+    r"""Capitals that a formula has in small letters, too: R beside r, `\Delta` beside `\delta`."""
+    found = set(_SYMBOL.findall(text))
+    return {symbol for symbol in found if symbol.lower() in found - {symbol}}
+
+
+def _in_one_case(*texts: str) -> list[str]:
+    """Formulas whose capitals, where they mean another thing than their small letters, are letters that no formula has:
+    math-verify knows small letters alone. Where each formula has one case of a letter, that is the same in both."""
+    together = " ".join(texts)
+    capitals = {symbol for symbol in _capitals(together) if symbol[0] == "\\"}.union(*map(_capitals, texts))
+    used = {symbol.lower() for symbol in _SYMBOL.findall(together)}
+    new = dict(zip(sorted(capitals), (letter for letter in _FREE if letter not in used), strict=False))
+    return [_SYMBOL.sub(lambda found: new.get(found[0], found[0]), text) for text in texts]
 
 
 def _alone(text: str) -> str:
     """The number in an answer that says what it is, as in `x = 5` and `12 + 34 = 46`, or has brackets around it."""
-    _, *middle, last = _SAID_EQUAL.split(f"={text}")
-    first = re.sub(r"\([^()]*\)", "", "".join(middle[:1]))
-    if not any(map(_OTHER_NAME.search, middle[1:])) and not _SEVERAL.search(first):
+    *before, last = _SAID_EQUAL.split(text)  # what comes first may be named anything: `f(x) = 2 + 3 = 5`
+    first = re.sub(r"\([^()]*\)", "", "".join(before[:1]))
+    if not any(map(_OTHER_NAME.search, before[1:])) and not _SEVERAL.search(first):
         text = last.strip()
     wrapped = _WRAPPED.fullmatch(text)
     return wrapped[1] if wrapped else text
@@ -349,7 +354,7 @@ def _values(text: str) -> list[Fraction]:
     text = re.sub(r"^\(?([^()]*?)\)?_\{?10\}?$", r"\1", text)
     text = _FRACTION.sub(r"\1\2/\3\4", re.sub(r"(?<=\d)(?=\\[cdt]?frac)", " ", text))
     while signed := _SIGNED.fullmatch(text):
-        text = signed[4][1:] if signed[4] else f"{signed[1]}{signed[2] or signed[3] or ''}"
+        text = signed[1] + (signed[4][1:] if signed[4] else signed[2] or signed[3] or "")
     if (mixed := _MIXED.fullmatch(text)) and int(mixed[4]):
         return [(int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4]))) * (-1 if mixed[1] == "-" else 1)]
     if scientific := _SCIENTIFIC.fullmatch(text):
@@ -408,7 +413,7 @@ def _latex(text: str) -> str:
     text = _braced(text.replace("**", "^"), "^")
     text = _right_associative(text)
     text = _braced(re.sub(r"(?<![\\a-zA-Z])sqrt\s*(?=\()", r"\\sqrt", text), r"\sqrt")
-    text = re.sub(rf"(?<![\\a-zA-Z])({'|'.join(_FUNCTIONS)})(?![a-zA-Z])", r"\\\1", text)
+    text = re.sub(rf"(?<![\\a-zA-Z])({_FUNCTIONS})(?![a-zA-Z])", r"\\\1", text)
     text = re.sub(r"(?<![\\a-zA-Z])(pi|infty|infinity|oo|inf)(?![a-zA-Z])", _constant, text)
     text = re.sub(r"(?<=\d)\s*\*\s*(?=\d)", r" \\cdot ", text)
     text = text.replace("*", " ").replace("<=", r"\le ").replace(">=", r"\ge ").replace("%", r"\%")

@@ -16,9 +16,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-from flowjax.grading.answers import exact_match, f1_score, last_answer, normalise_answer, right_choice, without_thoughts
+from flowjax.grading.answers import (
+    exact_match,
+    f1_score,
+    last_answer,
+    last_boxed,
+    normalise_answer,
+    right_choice,
+    without_thoughts,
+)
 from flowjax.grading.code import CASE_CPU_S, JUDGE_LIMITS, Suite, fenced_blocks, judge
-from flowjax.grading.math import equal, is_number, last_boxed, plain_form
+from flowjax.grading.math import equal, is_number, plain_form
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.grading.sandbox import Limits
 

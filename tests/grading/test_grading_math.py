@@ -11,10 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowjax.grading.math import anywhere, equal, is_number, last_boxed, last_number, plain_form
+from flowjax.grading.answers import last_boxed
+from flowjax.grading.math import anywhere, equal, is_number, last_number, plain_form
 
 # The verdicts that the published scorer of FlowSteer got wrong, or right only with help, come first.
 SAME = [
+    ("N+1", "n+1"),  # one case alone is lenient
+    ("-(--5)", "-5"),
+    (r"\pi(R+r)(R-r)", r"\pi(R^2-r^2)"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"),
+    ("A cat and a dog", "a cat and a dog"),
     ("2*sqrt(2)", r"\boxed{2\sqrt{2}}"),
     ("1, -3", "-3,1"),
     ("50%", "50"),
@@ -94,6 +100,13 @@ SAME = [
     (r"-2\text{ and one half}", r"-\frac{5}{2}"),
 ]
 DIFFERENT = [
+    (r"\pi(R^2-r^2)", "0"),  # as math-verify has it, which knows small letters alone
+    (r"\frac{R}{r}", "1"),
+    ("R-r", "0"),
+    ("A+a", "2a"),
+    (r"\frac{R}{r}", r"\frac{r}{R}"),
+    (r"\Delta", r"\delta"),
+    ("---5", "5"),
     ("sqrt(3)/3", r"\boxed{\frac{\sqrt2}{3}}"),  # both became "3" there
     ("ye", "yes"),
     ("France", "Greece"),
@@ -177,6 +190,25 @@ def test_a_number_is_worked_out(answer: str, gold: str):
 )
 def test_a_number_may_be_said_with_what_it_is(answer: str):
     assert equal(answer, "46") and not equal(answer, "47")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        (r"\begin{vmatrix}x&1\\0&x\end{vmatrix}", "x^2"),
+        (r"\frac{d}{dx} x^3", "3x^2"),
+        (r"\frac{\partial}{\partial x} x^3", "3x^2"),
+        (r"\max(x,x)", "x"),
+        (r"\{1\}\cup\{2\}", r"\{1,2\}"),
+        (r"\{1,2\}\cap\{1,3\}", r"\{1\}"),
+        (
+            r"\begin{pmatrix}1&0\\0&1\end{pmatrix}\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+            r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        ),
+    ],
+)
+def test_what_is_still_to_be_done_is_no_answer(answer: str, gold: str):
+    assert equal(answer, answer) and not equal(answer, gold)
 
 
 def test_digits_alone_are_a_number_in_the_base_that_is_asked_for():
@@ -277,6 +309,8 @@ def test_the_last_box_is_found_with_the_braces_inside():
     assert last_boxed(r"\boxed{1} then \boxed{2") == "1"
     assert last_boxed(r"\boxed{}") == ""
     assert last_boxed("42") is None
+    assert last_boxed(r"\boxed {5}") == "5"
+    assert last_boxed(r"\boxed{4} or \boxed{\left\{1\right.}") == r"\left\{1\right."
 
 
 def test_the_last_number_is_found():
@@ -288,6 +322,9 @@ def test_the_last_number_is_found():
         "it is -3/4": "-3/4",
         "it is 2.5e-05.": "2.5e-05",
         "x2 is 5%": "5%",
+        "it is −5": "-5",
+        "it is 5e-3": "5e-3",
+        "3 1/2 cups": "3 1/2",
         "none": None,
         "between 1 and 2, maybe .5": ".5",
     }

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 from flowjax.canvas.values import Field, Message, Problem, State, Value
-from flowjax.grading.answers import chosen, normalise_answer, options_of, without_thoughts
+from flowjax.grading.answers import chosen, last_boxed, normalise_answer, options_of, without_thoughts
 from flowjax.grading.code import Suite, Verdict, fenced_blocks, parse_quietly
-from flowjax.grading.math import last_boxed, plain_form
+from flowjax.grading.math import plain_form
 from flowjax.grading.sandbox import ProgramResult
 
 Role = Literal["planner", "solver", "checker", "reviser", "combiner", "formatter"]

@@ -23,9 +23,8 @@ from typing import Any
 from flowjax.canvas.values import Problem, ProblemKind
 from flowjax.envs import NotReady, WorldError, check_characters
 from flowjax.envs.code.problems import problem_of
-from flowjax.grading.answers import chosen, normalise_answer, options_of
+from flowjax.grading.answers import chosen, last_boxed, normalise_answer, options_of
 from flowjax.grading.code import Check, Suite, from_unittest, parse_quietly
-from flowjax.grading.math import last_boxed
 from flowjax.grading.scoring import UNANSWERABLE
 from flowjax.records import state_key
 
