@@ -147,6 +147,7 @@ def test_keys_name_the_true_state():
         ("calculate[ 1 2 + 3 4 ]", "calculate[12+34]"),
         ("answer[(1,2]]", "answer[(1,2]]"),
         ("<action>calculate[1]</action> no, <action>answer[2]</action>", "answer[2]"),
+        ("<ACTION>answer[2]</Action>", "answer[2]"),
         ("answer[]", None),
         ("I say answer[46]", None),
         ("<action>answer[46]", None),

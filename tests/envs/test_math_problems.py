@@ -194,6 +194,9 @@ def test_a_copy_of_what_is_asked_for_is_no_answer(answer: str, gold: str, questi
     ("answer", "gold", "question"),
     [
         ("18", "18.0", "There are 18 eggs."),
+        ("10.00", "10", "A ticket costs $10.00."),
+        ("-1.5", "-1.50", "It falls to -1.5 degrees."),
+        ("x=5", "5", "Show that x=5 solves it."),
         ("50%", "50", "After a discount of 50% ..."),
         (r"5.5\text{ cm}", "5.5", "A side of 5.5 cm"),
         (r"\$2.5", "2.50", "It costs $2.5 or more."),

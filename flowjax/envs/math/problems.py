@@ -23,7 +23,8 @@ import numpy as np
 
 from flowjax.envs import NotReady, Split, WorldError, check_characters
 from flowjax.fields import Interval
-from flowjax.grading.math import last_boxed, without_unit
+from flowjax.grading.answers import last_boxed
+from flowjax.grading.math import without_unit
 from flowjax.records import state_key
 
 HELD_OUT_ONE_IN = 8  # problems, by content
@@ -31,6 +32,7 @@ OPERATORS = "+-*/"
 MAX_COPIED = 200  # characters of an answer that is looked for in its question
 MAX_ATTEMPTS = 10_000  # at a problem of one split
 SUFFIXES = (".jsonl", ".json", ".parquet")
+_PLAIN = re.compile(r"(?:[a-zA-Z]=)?[-+−]?[\d,]*\.?\d+")
 # What DAPO's prompts say around a problem.
 DAPO_BEFORE = "is the answer to the problem."
 DAPO_AFTER = "Remember to put your answer on its own line after"
@@ -54,15 +56,15 @@ def split_of(question: str) -> Split:
 def copied(answer: str, gold: str, question: str) -> bool:
     """True for an answer that stands in the question and that the gold answer writes otherwise.
 
-    A copy of `2(x+1)` equals what `Expand 2(x+1)` asks for. Whole numbers, decimals where one is asked for, and words
-    may be in a question and its answer.
+    A copy of `2(x+1)` equals what `Expand 2(x+1)` asks for. Numbers where one is asked for, and words, may be in a
+    question and its answer.
     """
     if len(answer) > MAX_COPIED:
         return False
     said, meant = (re.sub(r"\s", "", _written(text)).rstrip(".%") for text in without_unit(answer, gold))
     if said == meant or not re.search(r"[-+*/^=.]|frac|sqrt", said):
         return False
-    if said.replace(".", "", 1).isdecimal() and "." in meant:
+    if _PLAIN.fullmatch(said) and _PLAIN.fullmatch(meant):
         return False
     there = r"\s*".join(map(re.escape, said))
     return bool(re.search(rf"(?<![\w.]){there}(?!\w|\.\d)", _written(question)))

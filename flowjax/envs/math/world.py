@@ -35,7 +35,7 @@ from flowjax.envs import (
 from flowjax.envs.math.problems import Arithmetic, MathProblem, copied, generate, load, worked_out
 from flowjax.fields import Interval
 from flowjax.grading import math as grading
-from flowjax.grading.answers import without_thoughts
+from flowjax.grading.answers import between_tags, last_boxed, without_thoughts
 from flowjax.grading.processes import GraderError, GraderProcesses
 from flowjax.grading.sandbox import NoProcessorError
 from flowjax.records import Task, state_key
@@ -159,12 +159,8 @@ class Math(World):
         reply = without_thoughts(reply)
         if ANSWER not in legal:
             text = _unspelled(reply)
-            return text if text and (BOXED not in legal or grading.last_boxed(text)) else None
-        end = reply.rfind("</action>")
-        start = reply.rfind("<action>", 0, end if end >= 0 else len(reply))
-        if (end >= 0) != (start >= 0):
-            return None
-        name, content = read_action(reply[start + len("<action>") : end] if start >= 0 else reply)
+            return text if text and (BOXED not in legal or last_boxed(text)) else None
+        name, content = read_action(between_tags(reply, "action") or "")
         content = _unspelled(content)
         if not content or not any(template.startswith(f"{name}[") for template in legal):
             return None
@@ -230,7 +226,7 @@ def read_action(action: str) -> tuple[str, str]:
 def answer_in(reply: str, rule: Rule) -> str:
     """The answer in the reply of a single turn, "" where there is none."""
     if rule == "boxed":
-        return grading.last_boxed(reply) or ""
+        return last_boxed(reply) or ""
     return (grading.last_number(reply) or "") if rule == "last_number" else reply.strip()
 
 
@@ -378,7 +374,8 @@ def calculate(expression: str) -> str:
     Raises:
         CalculatorError: the expression is something else, divides by zero, or is too large.
     """
-    text = expression.strip().replace("^", "**").replace(",", "").replace("×", "*").replace("÷", "/")
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression)  # of thousands: `3,5` is two numbers, or 3.5
+    text = text.strip().replace("^", "**").replace("×", "*").replace("÷", "/")
     if not text or len(text) > MAX_CHARACTERS or "_" in text:
         raise CalculatorError(f"an expression has 1 to {MAX_CHARACTERS} characters")
     try:
