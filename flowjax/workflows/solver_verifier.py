@@ -13,7 +13,7 @@ import numpy as np
 
 from flowjax.envs import Context, EnvDied, Message, Observation, RemoteEnv, Step, Style, World, kept_answer, with_more
 from flowjax.envs.demonstrations import Exchange, Tasks
-from flowjax.grading.answers import without_thoughts
+from flowjax.grading.answers import between_tags, without_thoughts
 from flowjax.records import Status, Task, state_key
 from flowjax.workflows import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
@@ -136,12 +136,10 @@ def parse_choice(reply: str, tag: str, choices: Sequence[str], style: Style) -> 
     """The choice in the last tags; without tags the last word in compact style, else the whole reply; "" for none.
     Choices are in lower case."""
     text = reply.lower().strip()
-    end = text.rfind(f"</{tag}>")
-    if end >= 0:
-        text = text[:end].rpartition(f"<{tag}>")[2].strip()
-    elif style == "compact":
-        text = text.rpartition(" ")[2]
-    text = text.strip(" .*`'\"")  # as a model may set it off
+    inside = between_tags(text, tag)
+    if inside == text and style == "compact":
+        inside = text.rpartition(" ")[2]
+    text = (inside or "").strip().strip(" .*`'\"")  # as a model may set it off
     return text if text in choices else ""
 
 

@@ -140,9 +140,10 @@ async def _replies(ready: Sequence[_Respondent], agents: Mapping[str, Agent], op
     """Their replies, which are sampled at the same time."""
     said = [agents[HELPER if one.parent else AGENT].act(_messages(one, options.world, options.prompt)) for one in ready]
     found = await asyncio.gather(*said, return_exceptions=True)  # none is left to itself when another fails
-    for each in found:
-        if isinstance(each, BaseException):
-            raise each
+    # A prompt that is too long ends the episode by the policy's fault: only where nothing else is wrong.
+    errors = [each for each in found if isinstance(each, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, PromptTooLong)):
+        raise error
     return [each for each in found if not isinstance(each, BaseException)]
 
 

@@ -1,14 +1,17 @@
 """Answers in parts: who is asked what, within which bounds, and who is rewarded for it."""
 
+import asyncio
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flowjax.envs import user_says
 from flowjax.workflows import Played, spawn
-from flowjax.workflows.codec import Codec
+from flowjax.workflows.codec import Codec, PromptTooLong
 from flowjax.workflows.spawn import demonstrations, parse_spawn, play, split_sum, worded
 from tests.workflows.scripted import ASKED, SUM, WORLD, play_scripted, word_folder
 
@@ -153,3 +156,22 @@ def test_a_share_of_the_problems_is_answered_at_once():
     first = [reply for text, reply in asked if text.count("+") == 3 and text.endswith("?")]
     at_once = sum(parse_spawn(reply, "compact") is None for reply in first)
     assert 0.7 < at_once / len(first) < 0.9
+
+
+@pytest.mark.parametrize("errors", [(PromptTooLong(9, 8), OSError("away")), (OSError("away"), PromptTooLong(9, 8))])
+def test_a_failure_outside_the_policy_comes_before_a_prompt_that_is_too_long(
+    errors: tuple[Exception, Exception], monkeypatch: pytest.MonkeyPatch
+):
+    class Failing:
+        def __init__(self, error: Exception):
+            self.error = error
+
+        async def act(self, messages: Any) -> Any:
+            raise self.error
+
+    monkeypatch.setattr(spawn, "_messages", lambda *_: [])
+    ready: list[Any] = [SimpleNamespace(parent=None), SimpleNamespace(parent=1)]
+    agents: Any = dict(zip(("agent", "helper"), map(Failing, errors), strict=True))
+    options: Any = SimpleNamespace(world=None, prompt="")
+    with pytest.raises(OSError, match="away"):
+        asyncio.run(spawn._replies(ready, agents, options))
