@@ -107,8 +107,8 @@ _DECLARED = (
     re.compile(rf"(?:choose|pick|select|think|(?:choice|option) ?(?:is|[:=])) ?{_LETTER}", re.IGNORECASE),
     re.compile(rf"(?=option|choice){_LETTER}[)\]}}\"'*$]* is (?:the )?(?:correct|right|best)", re.IGNORECASE),
 )
-_ALONE = re.compile(r"(?:[Oo]ption|[Cc]hoice)?[*(\[{\"'$\s]*(?:\\text\w*\{)?\(?([A-Ja-j])[)\]}.:\"'*$\s]*")
-_LEADING = re.compile(r"(?:[Oo]ption |[Cc]hoice )?[*(\[]*([A-J])(?:[.,;:)\]*]+|(?= because| since)) \S")
+_ALONE = re.compile(r"(?:[Oo]ption|[Cc]hoice)?[*(\[{\"'$\s]*(?:\\(?:text|math)\w*\{)?\(?([A-Ja-j])[)\]}.:\"'*$\s]*")
+_LEADING = re.compile(r"(?:[Oo]ption |[Cc]hoice )?[*(\[]*([A-J])(?:[.;:)\]*]+|,?(?= because| since)) \S")
 
 
 def options_of(question: str) -> dict[str, str]:
@@ -140,15 +140,13 @@ def _begins_list(question: str, start: int) -> bool:
 def chosen(reply: str, options: Mapping[str, str]) -> str | None:
     r"""The letter that a reply chooses, None where it names none or none that is offered.
 
-    In this order: the last `\boxed{}` or `<answer>` pair; a reply that is a letter; the last "answer is X", or else the
-    last "I choose X", "choice: X" or "option X is correct", of letters that are offered; a reply that begins with a
-    letter as options do, or with one and a reason; a reply that is the text of exactly one option. Letters inside words
-    are none.
+    In this order: the last `\boxed{}`, or else `<answer>` pair; a reply that is a letter; the last "answer is X", or
+    else the last "I choose X", "choice: X" or "option X is correct", of letters that are offered; a reply that begins
+    with a letter as options do, or with one and a reason; a reply that is the text of exactly one option. Letters in
+    words are none.
     """
-    marked = re.findall(rf"\\boxed\{{(?:\\text\{{)?([^{{}}]*)\}}|{_PAIR}", reply, re.DOTALL)
-    if marked:
-        reply = marked[-1][0] or marked[-1][1]
-    reply = " ".join(reply.split())
+    marked = (last_boxed(reply), last_answer(reply), reply)
+    reply = " ".join(next(text for text in marked if text is not None).split())
     alone = _ALONE.fullmatch(reply)
     said = ([match[1] for match in form.finditer(reply) if match[1] in options] for form in _DECLARED)
     declared = next(filter(None, said), [])

@@ -1,4 +1,4 @@
-"""The score of an answer, by the kind of its problem: the one module that training and evaluation both grade with.
+"""The score of an answer, by the kind of its problem: as the canvas world grades.
 
     with Scorer() as scorer:
         scorer.score("2*sqrt(2)", r"\\boxed{2\\sqrt{2}}", "math")          # Verdict(correct=True, score=1.0)
@@ -40,6 +40,7 @@ _LINE = re.compile(
     r"^[ \t>*_#-]{0,16}(?:final )?answer[*_]{0,4}[ ]?:[*_]{0,4}[ \t]*(\S.*)$", re.IGNORECASE | re.MULTILINE
 )
 _DECLARED = re.compile(r"\banswer is\b:?", re.IGNORECASE)
+_NEXT_SENTENCE = re.compile(r"(?<=[\d*)$])\.\s+(?=[A-Z][a-z']*\s)")  # behind a number, not `St. Louis`
 _LIST = re.compile(r"\[([^\[\]]*,[^\[\]]*)\]")
 
 
@@ -137,9 +138,10 @@ class Scorer:
     def _code(self, answer: str, suite: Suite) -> Score:
         if not suite.cases:
             raise ValueError("gold is a Suite without tests: leave the problem out")
+        answer = without_thoughts(answer)
         blocks = fenced_blocks(answer)
         verdict = judge(
-            blocks[-1] if blocks else answer,
+            blocks[-1] if blocks else last_answer(answer) or answer,
             suite,
             self._limits,
             case_cpu_s=self._case_cpu_s,
@@ -170,7 +172,8 @@ def stated_answer(text: str) -> str:
     found = _LINE.findall(text)
     if not found:
         found = [text[match.end() :].strip().partition("\n")[0] for match in list(_DECLARED.finditer(text))[-1:]]
-    return (found[-1].strip().strip("*_").rstrip(". ") if found else "") or text
+    # What sets it off, with the full stop before or behind: `**42**.` The sentence after a declared answer is another.
+    return (_NEXT_SENTENCE.split(found[-1].strip().lstrip("*_"))[0].rstrip("*_. ") if found else "") or text
 
 
 def _as_printed(answer: str, gold: str) -> str:

@@ -38,6 +38,8 @@ def scorer() -> Iterator[Scorer]:
         ("100000", "100,000"),
         ("So the total is 503.\nAnswer: 503", "503"),
         ("The final answer is 42.", "42"),
+        ("The answer is **42**.", "42"),
+        ("The answer is 5. I hope it is correct.", "5"),
         ("At first I had \\boxed{7}, but it is \\boxed{8}", "8"),
         ("18 eggs", "18"),
         ("The answer is 12 + 34 = 46.", "46"),
@@ -148,6 +150,10 @@ def test_choices(scorer: Scorer):
 
 def test_programs_are_judged_by_their_results(scorer: Scorer):
     assert scorer.score("```python\ndef double(x):\n    return 2 * x\n```", DOUBLE, "code") == Score(True, 1.0)
+    thought = "<think>```python\ndef double(x):\n    return 2 * x\n```</think>"
+    assert not scorer.score(f"{thought}No.", DOUBLE, "code").correct
+    tagged = "It is <answer>\ndef double(x):\n    return 2 * x\n</answer>"
+    assert scorer.score(tagged, DOUBLE, "code").correct
     partly = scorer.score("def double(x):\n    return abs(2 * x)", DOUBLE, "code")
     assert not partly.correct and partly.score == pytest.approx(2 / 3) and "-6" in partly.remark
 
