@@ -17,11 +17,13 @@ from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.statistics import wilson
 from flowjax.monitor.transcripts import Credit, held_out_path, transcript, write_lines
+from flowjax.monitor.trouble import is_machine_fault
 from flowjax.records import Episode, Group, Task, Trajectory
 from flowjax.rewards import Components, trajectory_scores
 from flowjax.run import Run
 
 _P = TypeVar("_P", Episode, Trajectory)
+_LONGEST_REASON = 500  # characters
 
 
 class Evaluations:
@@ -148,7 +150,18 @@ class Evaluations:
             by_source.setdefault(task.source, {}).setdefault(content_of(task), []).append(episode)
         components = {policy: of.settings.reward.components.to_dict() for policy, of in self._policies.items()}
         # Before its line in the log: if the process dies between the two, both are written again.
-        _, rewards = keep_evaluation(self._run_dir, name, played, components, transcripts=self._config.eval.transcripts)
+        keep = functools.partial(
+            keep_evaluation, self._run_dir, name, played, transcripts=self._config.eval.transcripts
+        )
+        unrewarded = ""
+        try:
+            _, rewards = keep(components)
+        except Exception as error:
+            if is_machine_fault(error):
+                raise
+            # Of what nobody can reward the rest is worth keeping, and the run is to go on.
+            unrewarded = f"no reward can be given: {type(error).__name__}: {error}"[:_LONGEST_REASON]
+            _, rewards = keep({})
         tasks = list(by_task.values())
         success_rate, low, high = _success(tasks)
         version = self._step(versions)
@@ -167,8 +180,9 @@ class Evaluations:
             high=high,
             turns_mean=_mean_of_tasks(tasks, lambda episode: len(episode.turns)),
             env_return_mean=_mean_of_tasks(tasks, lambda episode: episode.outcome.get("env_return", 0.0)),
-            policies={policy: _of_policy(policy, tasks, rewards[policy]) for policy in self._policies},
+            policies={policy: _of_policy(policy, tasks, rewards.get(policy)) for policy in self._policies},
             sources={name: _mean_of_tasks(list(found.values()), _solved) for name, found in by_source.items() if name},
+            **({"unrewarded": unrewarded} if unrewarded else {}),
             # Of one that a process before this one has opened nobody knows.
             **({"seconds": self._clock() - self._started_s[name]} if name in self._started_s else {}),
         )
@@ -246,17 +260,16 @@ def _held_out_episode(task: Task, episode: Episode, rewards: Mapping[str, Mappin
     )
 
 
-def _of_policy(policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mapping[str, float]) -> dict[str, Any]:
-    """Results of a policy over the episodes of each task, tasks weighing alike: success and reward with their 95 %
-    intervals over tasks, the latter by the normal approximation and of two tasks or more, and the means of its
-    outcomes."""
+def _of_policy(
+    policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mapping[str, float] | None
+) -> dict[str, Any]:
+    """Results of a policy over the episodes of each task, tasks weighing alike: success and, where there is one, reward
+    with their 95 % intervals over tasks, the latter by the normal approximation and of two tasks or more, and the means
+    of its outcomes."""
     groups = [parts for episodes in by_task if (parts := trajectories_of(episodes, policy))]
     if not groups:
         return {"trajectories": 0}
     parts = [part for group in groups for part in group]
-    means = [_mean(rewards[part.trajectory_id] for part in group) for group in groups]
-    mean = _mean(means)
-    half = 1.96 * float(np.std(means, ddof=1)) / math.sqrt(len(groups)) if len(groups) > 1 else math.inf
     success_rate, low, high = _success(groups)
     return {
         "tasks": len(groups),
@@ -264,10 +277,18 @@ def _of_policy(policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mappi
         "success_rate": success_rate,
         "low": low,
         "high": high,
-        "reward_mean": mean,
-        **({"reward_low": mean - half, "reward_high": mean + half} if math.isfinite(half) else {}),
+        **({} if rewards is None else _reward_of(groups, rewards)),
         "outcomes": _means(groups),
     }
+
+
+def _reward_of(by_task: Sequence[Sequence[Trajectory]], rewards: Mapping[str, float]) -> dict[str, float]:
+    means = [_mean(rewards[part.trajectory_id] for part in parts) for parts in by_task]
+    mean = _mean(means)
+    if len(means) < 2:
+        return {"reward_mean": mean}
+    half = 1.96 * float(np.std(means, ddof=1)) / math.sqrt(len(means))
+    return {"reward_mean": mean, "reward_low": mean - half, "reward_high": mean + half}
 
 
 def _solved(played: Episode | Trajectory) -> float:

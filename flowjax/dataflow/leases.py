@@ -107,7 +107,7 @@ class Leases:
     def _evaluation_slots(self, total: int) -> int:
         """Of a worker's slots, those that an evaluation may take before training does."""
         slots = self._config.eval.slots
-        return min(math.ceil(slots * total) if slots < 1 else int(slots), total)
+        return min(math.ceil(round(slots * total, 6)) if slots < 1 else int(slots), total)  # 0.07 * 100 is over 7
 
     def _open_group(self, serving: Mapping[str, int]) -> bool:
         """Open the next training task, to be played with these versions, if the staleness bound and the length of the
@@ -196,12 +196,12 @@ class Groups:
         self._ledger, self._algorithms, self._policies = ledger, algorithms, policies
 
     def accept_all(self, played: Sequence[Played], *, worker: str = "") -> list[bool]:
-        """Take in episodes, all of them or none; `worker` is who sends them. Returns for each whether it counts: no
-        duplicate does, and none of another run."""
+        """Take in episodes, all of them or none; `worker` is who sends them. Returns for each whether it is taken in,
+        if only as a failure: no duplicate is, and none of another run."""
         with self._ledger.transaction():
-            counts = [self._ledger.accept(lease_id, episode, worker) for lease_id, episode in played]
-        self._completed([group_id for _, complete in counts for group_id in complete])
-        return [counted for counted, _ in counts]
+            accepted = [self._ledger.accept(lease_id, episode, worker) for lease_id, episode in played]
+        self._completed([group_id for _, complete in accepted for group_id in complete])
+        return [new for new, _ in accepted]
 
     def give_back(self, lease_ids: Sequence[str], error: str) -> None:
         """Let others play these episodes; one that was given back with an error has used up an attempt."""

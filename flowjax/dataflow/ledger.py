@@ -356,7 +356,8 @@ class Ledger:
         self._failed, self._min_group_size = failed, min_group_size
         self._lease_key = lease_key(self._db)
         self._set_clock(boot_id() if boot is None else boot)
-        self._asked_s: dict[str, float] = {}  # when each worker last asked for episodes, the latest last
+        # By kind, when each worker last asked for such episodes, the latest last.
+        self._asked_s: dict[Kind, dict[str, float]] = {"train": {}, "eval": {}}
 
     def close(self) -> None:
         self._db.close()
@@ -438,14 +439,14 @@ class Ledger:
         self,
         worker: str,
         slots: int,
-        kind: Kind | None = None,
+        kind: Kind,
         worlds: Collection[str] | None = None,
         serving: Mapping[str, int] | None = None,
         without: Sequence[str] = (),
         tried_by_others: bool = False,
     ) -> list[Lease]:
-        """Up to `slots` waiting episodes, of these worlds alone where given: evaluation before training, then in the
-        order of tasks. One that this worker failed at is left to others for `lease_s`, if there are any.
+        """Up to `slots` waiting episodes of that kind, of these worlds alone where given, in the order of tasks. One
+        that this worker failed at is left for `lease_s` to others who ask for that kind, if there are any.
 
         `serving` are the versions that it plays with: training that was opened for a newer one is left to others.
         `without` names evaluations that are left to others. `tried_by_others` asks for no episodes but those that
@@ -453,19 +454,20 @@ class Ledger:
         """
         now_s = self._clock()
         deadline_s, leases = now_s + self._lease_s, []
-        alone = self._alone(worker, now_s)
+        alone = self._alone(worker, kind, now_s)
         with Transaction(self._db):
             rows = self._db.execute(
-                "SELECT episode_id, group_id, seed, kind, versions, temperature, task"
+                "SELECT episode_id, group_id, seed, versions, temperature, task"
                 " FROM episodes JOIN groups USING (group_id)"
-                " WHERE episodes.state = 'waiting' AND (:kind IS NULL OR kind = :kind)"
+                " WHERE episodes.state = 'waiting' AND kind = :kind"
                 " AND (:alone OR worker IS NOT :worker OR deadline_s < :now_s)"
                 " AND (:worlds IS NULL OR world IN (SELECT value FROM json_each(:worlds)))"
                 " AND (:serving IS NULL OR NOT EXISTS (SELECT 1 FROM policy_groups JOIN json_each(:serving) AS served"
-                " ON served.key = policy WHERE group_id = groups.group_id AND oldest_version > served.value))"
+                " ON served.key = policy WHERE group_id = groups.group_id AND policy_groups.state = 'open'"
+                " AND oldest_version > served.value))"
                 " AND evaluation NOT IN (SELECT value FROM json_each(:without))"
                 " AND (NOT :tried OR worker IS NOT NULL AND worker != :worker)"
-                " ORDER BY kind = 'train', position, episode_id LIMIT :slots",
+                " ORDER BY position, episode_id LIMIT :slots",
                 {
                     "kind": kind,
                     "alone": alone,
@@ -486,7 +488,7 @@ class Ledger:
                     group_id=row["group_id"],
                     episode_id=row["episode_id"],
                     seed=row["seed"],
-                    kind=row["kind"],
+                    kind=kind,
                     temperature=row["temperature"],
                     versions=unpack(row["versions"]),
                 )
@@ -501,13 +503,14 @@ class Ledger:
                 leases.append(lease)
         return leases
 
-    def _alone(self, worker: str, now_s: float) -> bool:
-        """True if no other worker has asked for episodes lately."""
-        self._asked_s.pop(worker, None)  # put in anew, at the end: the dict is in the order of asking
-        self._asked_s[worker] = now_s
-        while self._asked_s[first := next(iter(self._asked_s))] < now_s - self._lease_s:
-            del self._asked_s[first]
-        return len(self._asked_s) == 1
+    def _alone(self, worker: str, kind: Kind, now_s: float) -> bool:
+        """True if no other worker has asked for episodes of that kind lately."""
+        asked_s = self._asked_s[kind]
+        asked_s.pop(worker, None)  # put in anew, at the end: the dict is in the order of asking
+        asked_s[worker] = now_s
+        while asked_s[first := next(iter(asked_s))] < now_s - self._lease_s:
+            del asked_s[first]
+        return len(asked_s) == 1
 
     def renew(self, lease_ids: Iterable[str]) -> list[str]:
         """Put the deadlines off; returns the leases that are no longer held."""
@@ -593,7 +596,7 @@ class Ledger:
 
     def accept(self, lease_id: str, episode: Episode, worker: str = "") -> tuple[bool, list[str]]:
         """Take in a played episode that `worker` sends: True and the groups complete by it, or (False, []) for one that
-        does not count.
+        changes nothing.
 
         An episode counts once, whoever sends it, under whichever lease was ever given for it. One that failed for a
         cause outside the policies (`env_error`, `timeout`, `cancelled`) does not: see `failed` of the constructor. One

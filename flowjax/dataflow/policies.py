@@ -131,25 +131,22 @@ _ASKING_S = 3.0  # since it asked or was known to wait, for which a worker is ta
 
 @dataclass(slots=True)
 class _Seen:
-    """State of one worker: version served by policy, those that it can serve where it says so, when it last said
-    something and asked for training and for evaluations, episodes that counted, when it was given those that it plays,
-    the time that one takes it, slots for which there was nothing to play, whether it last left training to others, and
-    whether it was asked for its versions."""
+    """State of one worker."""
 
-    heard_s: float
-    free_slots: int = 0
-    began_s: dict[str, float] = field(default_factory=dict)  # by lease, the oldest first
-    yielded: bool = False
-    asked_eval_s: float = -math.inf  # or when it was first heard of
-    serving: dict[str, int] = field(default_factory=dict)
-    serving_since_s: float = -math.inf
-    held: dict[str, frozenset[int]] = field(default_factory=dict)
-    episodes: int = 0
-    episode_s: float = 0.0
+    heard_s: float  # when it last said something
+    free_slots: int = 0  # for which there was nothing to play
+    began_s: dict[str, float] = field(default_factory=dict)  # when it was given what it plays, by lease, oldest first
+    yielded: bool = False  # left training to others when it last asked for it
+    asked_eval_s: float = -math.inf  # when it last asked for evaluations, or was first heard of
+    serving: dict[str, int] = field(default_factory=dict)  # version by policy
+    serving_since_s: float = -math.inf  # when the newest of these changed
+    held: dict[str, frozenset[int]] = field(default_factory=dict)  # versions that it can serve, where it says so
+    episodes: int = 0  # that counted
+    episode_s: float = 0.0  # that one takes it: the mean of the newest
     weighed: int = 0  # episodes, of which that is the mean
     weighed_s: float = 0.0  # when the last of them was
-    asked_s: float = -math.inf  # for training
-    prompted: bool = False
+    asked_s: float = -math.inf  # when it last asked for training
+    prompted: bool = False  # asked for its versions
 
 
 class Mismatches:
@@ -269,10 +266,6 @@ class RolloutWorkers:
             for policy, version in versions.items()
         )
 
-    def counted(self, worker: str, episodes: int) -> None:
-        """Note that so many of its episodes have counted."""
-        self._of(worker).episodes += episodes
-
     def began(self, worker: str, lease_ids: Collection[str]) -> None:
         """Note that the worker was given these episodes now."""
         began_s = self._of(worker).began_s
@@ -284,6 +277,7 @@ class RolloutWorkers:
         """Note that the worker has ended an episode. What counts shows how long it takes for one: what breaks at once
         does not make it fast, nor what a worker says of itself."""
         seen, now_s = self._of(worker), self._clock()
+        seen.episodes += counts
         began_s = seen.began_s.pop(lease_id, None)
         if began_s is None or not counts:
             return

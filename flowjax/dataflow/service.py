@@ -265,20 +265,21 @@ class DataflowService:
                 check_lease(episode, leased, where=f"items[{index}].episode")
         received = len(played)
         played = self._without_lost(played, worker)
-        counted = []
+        accepted = []
         if flow.groups.full:
             # Training waits for room, evaluations do not: what they play waits for no trainer.
             evaluation, played = flow.groups.by_kind(played)
-            counted = self._accept(evaluation, worker)
+            accepted = self._accept(evaluation, worker)
             until = time.monotonic() + hold_s
             while played and flow.groups.full:
                 if time.monotonic() > until:
                     raise Busy("more groups than config.dataflow.max_ready_groups wait for the trainer: send it again")
                 await asyncio.sleep(_LATEST_S)
             self._refuse_evicted(worker)  # who was sent away meanwhile
-        counted += self._accept(played, worker)
+            played = self._without_lost(played, worker)  # a trainer may have gone back meanwhile
+        accepted += self._accept(played, worker)
         self._notify()
-        return {"accepted": sum(counted), "duplicate": received - sum(counted)}
+        return {"accepted": sum(accepted), "duplicate": received - sum(accepted)}
 
     def _without_lost(self, played: Sequence[Played], worker: str) -> list[Played]:
         """Those of the episodes that were played with versions as they are now. The others wait to be played again: a
@@ -295,12 +296,12 @@ class DataflowService:
             raise Evicted(f"this worker was sent away from the run ({reason})")
 
     def _accept(self, played: Sequence[Played], worker: str) -> list[bool]:
-        counted = self._flow.groups.accept_all(played, worker=worker)
-        self._flow.workers.counted(worker, sum(counted))
-        for (lease_id, episode), counts in zip(played, counted, strict=True):
-            self._flow.workers.ended(worker, lease_id, counts=counts and episode.status in COUNTED_STATUSES)
+        """Take in episodes. Returns for each whether it was taken in, also one that failed."""
+        accepted = self._flow.groups.accept_all(played, worker=worker)
+        for (lease_id, episode), new in zip(played, accepted, strict=True):
+            self._flow.workers.ended(worker, lease_id, counts=new and episode.status in COUNTED_STATUSES)
         self._flow.evaluations.write_finished()
-        return counted
+        return accepted
 
     def _give_back(self, message: Any) -> Answer:
         lease_ids, (error,) = lease_ids_of(message), fields(message, error=str)

@@ -167,7 +167,7 @@ class History:
     def _on_lease(self, worker: str, slots: int) -> list[Lease]:
         self.ledger.expire()
         self._filter()
-        leases = self.ledger.lease(worker, slots)
+        leases = self.ledger.lease(worker, slots, "train")
         while len(leases) < slots and self._admits():
             position = self.ledger.count_groups()
             self.ledger.add_group(
@@ -179,7 +179,7 @@ class History:
                 policies=list(self.policies),
             )
             self._may_crash()
-            leases += self.ledger.lease(worker, slots - len(leases))
+            leases += self.ledger.lease(worker, slots - len(leases), "train")
         return leases
 
     def _admits(self) -> bool:

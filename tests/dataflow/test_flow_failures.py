@@ -1,5 +1,6 @@
 """Episodes that their world breaks, by config: what becomes of their groups, and how it is told."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from flowjax.dataflow.algorithms import AlgorithmError
 from flowjax.dataflow.built_in_algorithms import DynamicSampling
 from flowjax.dataflow.flow import Flow
+from flowjax.dataflow.service import DataflowService
+from flowjax.monitor.held_out import read_held_out
 from flowjax.monitor.metrics import read_metrics
 from flowjax.records import Episode, Status, Task
 from flowjax.run import resolve
@@ -41,8 +44,8 @@ def play(flow, leases, bad=()) -> None:
 
 def test_retry_plays_it_again_by_another_worker_and_then_goes_on_short(tmp_path):
     flow = flow_with(tmp_path, max_attempts=2)
-    assert flows.lease(flow, "other", 1, "eval")  # there is another worker
     leases = train_leases(flow)
+    assert flows.lease(flow, "other", 1, "train") == []  # there is another worker
     bad = leases[0].episode_id
     play(flow, leases, {bad})
     assert train_leases(flow) == [], "the worker that broke it leaves it to the other"
@@ -58,6 +61,7 @@ def test_retry_plays_it_again_by_another_worker_and_then_goes_on_short(tmp_path)
 def test_a_worker_alone_plays_it_again_itself(tmp_path):
     flow = flow_with(tmp_path)
     leases = train_leases(flow)
+    assert flows.lease(flow, "evaluates", 1, "eval"), "which is nobody to leave training to"
     play(flow, leases, {leases[0].episode_id})
     assert [lease.episode_id for lease in train_leases(flow)] == [leases[0].episode_id]
 
@@ -121,6 +125,35 @@ def test_an_evaluation_that_was_in_when_the_process_died_is_told_of_by_the_next(
     assert not [line for line in read_metrics(tmp_path) if line["kind"] == "eval"]
     make_flow(tmp_path).close()
     assert [line["episodes"] for line in read_metrics(tmp_path) if line["kind"] == "eval"] == [5]
+
+
+def test_an_evaluation_that_nobody_can_reward_is_told_of_without_rewards_and_the_run_goes_on(tmp_path):
+    config = configuration()
+    config.reward.components = {"mine": {"path": f"{__name__}:unrewardable"}}
+    flow = make_flow(tmp_path, config)
+    flow.report_serving("agent", 0)
+    for lease in flows.lease(flow, "w", 1000, "eval"):
+        assert flows.accept(flow, lease.lease_id, played(lease, version=0))
+    flow.close()
+    make_flow(tmp_path, config).close()
+    (line,) = [line for line in read_metrics(tmp_path) if line["kind"] == "eval"]
+    assert (line["episodes"], line["success_rate"]) == (5, 1.0) and "no such table" in line["unrewarded"]
+    assert "reward_mean" not in line["policies"]["agent"]
+    assert [(each.success, each.rewards) for each in read_held_out(tmp_path)] == [(1.0, {})] * 5
+
+
+def unrewardable(success):
+    raise KeyError("no such table")
+
+
+def test_a_worker_is_credited_with_what_counts_alone(tmp_path):
+    flow = flow_with(tmp_path)
+    leases = train_leases(flow)[:3]
+    items = [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in leases[:2]]
+    items += [{"lease_id": leases[2].lease_id, "episode": broken(leases[2])}]
+    answer = asyncio.run(DataflowService(flow).answer("episodes", {"worker": "w", "items": items}))
+    assert (answer["accepted"], answer["duplicate"]) == (3, 0)
+    assert flow.status()["workers"]["w"]["episodes"] == 2
 
 
 def test_an_evaluation_is_opened_whole_or_not_at_all(tmp_path):

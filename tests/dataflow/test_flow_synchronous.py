@@ -190,3 +190,25 @@ def test_batches_are_kept_for_as_long_as_a_trainer_may_go_back(tmp_path):
     assert trained[0] == made[8], "its batch is as it was"
     kept = [made[version] for version in range(8)] + trained
     assert len(set().union(*kept)) == sum(map(len, kept)), "no trajectory is in two batches that led to a version"
+
+
+def test_what_a_version_played_that_is_lost_while_it_waits_for_room_is_played_again(tmp_path, monkeypatch):
+    flow = after_three_batches(tmp_path)
+    service = DataflowService(flow)
+    for version in (1, 3):
+        publish(flow, version, f"1{version}")
+    (lease,) = flows.lease(flow, "w", 1)
+    item = {"lease_id": lease.lease_id, "episode": replace(played(lease, version=3), commits={"agent": {3: "13"}})}
+    asked = []
+
+    def full(_) -> bool:
+        asked.append(True)
+        if len(asked) == 2:  # it waits
+            shutil.rmtree(flow.policies["agent"].checkpoints / "3")
+            assert flow.batches.claim("restarted", {"agent": 1}, 0) == (True, 1)
+        return len(asked) < 3
+
+    monkeypatch.setattr(type(flow.groups), "full", property(full))
+    answer = asyncio.run(service.answer("episodes", {"worker": "w", "items": [item]}, hold_s=60.0))
+    assert (answer["accepted"], answer["duplicate"]) == (0, 1)
+    assert [again.episode_id for again in flows.lease(flow, "v", 1)] == [lease.episode_id]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flowjax.dataflow.ledger import Ledger, LedgerError
+from flowjax.dataflow.ledger import Kind, Ledger, LedgerError
 from flowjax.records import Episode, Status, Task, Trajectory, Turn
 
 NONE = dict.fromkeys(("waiting", "leased", "done", "quarantined", "cancelled"), 0)  # episodes by state
@@ -28,12 +28,11 @@ def ledger(tmp_path, clock) -> Ledger:
     return Ledger(tmp_path / "ledger.sqlite", lease_s=10.0, max_attempts=2, clock=clock)
 
 
-def add(ledger: Ledger, position: int, members: int = 2, policies=("agent",)) -> str:
+def add(ledger: Ledger, position: int, members: int = 2, policies=("agent",), serving=None) -> str:
     group_id = f"train-{position:08d}"
     task = Task(f"task-{position}", "toy", position, {"level": [1, 2]})
-    ledger.add_group(
-        group_id, task, list(range(members)), kind="train", position=position, temperature=1.0, policies=policies
-    )
+    whose = {"policies": policies, "serving": serving}
+    ledger.add_group(group_id, task, list(range(members)), kind="train", position=position, temperature=1.0, **whose)
     return group_id
 
 
@@ -75,9 +74,9 @@ def ready(ledger: Ledger, policy: str) -> list[str]:
     return [group.group_id for group in ledger.groups(policy, "ready")]
 
 
-def play_all(ledger: Ledger) -> list[str]:
+def play_all(ledger: Ledger, kind: Kind = "train") -> list[str]:
     complete = []
-    for lease in ledger.lease("w", 1000):
+    for lease in ledger.lease("w", 1000, kind):
         complete += ledger.accept(lease.lease_id, played(lease))[1]
     filter_all(ledger)
     return complete
@@ -85,7 +84,7 @@ def play_all(ledger: Ledger) -> list[str]:
 
 def test_a_group_is_complete_when_its_last_episode_is_in(ledger):
     group_id = add(ledger, 0, members=3)
-    leases = ledger.lease("w", 10)
+    leases = ledger.lease("w", 10, "train")
     assert [lease.seed for lease in leases] == [0, 1, 2]
     assert ledger.accept(leases[0].lease_id, played(leases[0])) == (True, [])
     assert ledger.accept(leases[2].lease_id, played(leases[2])) == (True, [])
@@ -97,7 +96,7 @@ def test_a_group_is_complete_when_its_last_episode_is_in(ledger):
 
 def test_an_episode_counts_once(ledger):
     add(ledger, 0)
-    lease = ledger.lease("w", 1)[0]
+    lease = ledger.lease("w", 1, "train")[0]
     assert ledger.accept(lease.lease_id, played(lease))[0]
     assert not ledger.accept(lease.lease_id, played(lease))[0]
     assert ledger.count_episodes() == NONE | {"done": 1, "waiting": 1}
@@ -105,11 +104,11 @@ def test_an_episode_counts_once(ledger):
 
 def test_a_leased_episode_is_not_leased_again_until_its_deadline(ledger, clock):
     add(ledger, 0, members=1)
-    first = ledger.lease("dead", 1)[0]
-    assert ledger.lease("other", 1) == []
+    first = ledger.lease("dead", 1, "train")[0]
+    assert ledger.lease("other", 1, "train") == []
     clock.now_s += 10.5
     ledger.expire()
-    second = ledger.lease("other", 1)[0]
+    second = ledger.lease("other", 1, "train")[0]
     assert second.episode_id == first.episode_id
     assert second.lease_id != first.lease_id
     # The dead worker was only slow: its episode counts, and the other's is the duplicate.
@@ -119,7 +118,7 @@ def test_a_leased_episode_is_not_leased_again_until_its_deadline(ledger, clock):
 
 def test_renewing_puts_the_deadline_off_and_names_lost_leases(ledger, clock):
     add(ledger, 0, members=1)
-    lease = ledger.lease("w", 1)[0]
+    lease = ledger.lease("w", 1, "train")[0]
     clock.now_s += 8.0
     assert ledger.renew([lease.lease_id, "unknown"]) == ["unknown"]
     clock.now_s += 8.0
@@ -129,10 +128,10 @@ def test_renewing_puts_the_deadline_off_and_names_lost_leases(ledger, clock):
 
 def test_failed_episodes_are_played_again_then_quarantined_and_the_group_goes_on_short(ledger):
     group_id = add(ledger, 0)
-    good, bad = ledger.lease("w", 2)
+    good, bad = ledger.lease("w", 2, "train")
     assert ledger.accept(good.lease_id, played(good)) == (True, [])
     assert ledger.accept(bad.lease_id, played(bad, status="env_error")) == (True, [])
-    again = ledger.lease("w", 2)
+    again = ledger.lease("w", 2, "train")
     assert [lease.episode_id for lease in again] == [bad.episode_id]
     assert ledger.accept(again[0].lease_id, played(again[0], status="timeout")) == (True, [group_id])
     assert ledger.count_episodes() == NONE | {"done": 1, "quarantined": 1}
@@ -142,11 +141,11 @@ def test_failed_episodes_are_played_again_then_quarantined_and_the_group_goes_on
 def test_an_outage_uses_up_no_attempt_and_is_counted(ledger):
     add(ledger, 0, members=1)
     for _ in range(7):  # more than the attempts of an episode
-        (lease,) = ledger.lease("w", 1)
+        (lease,) = ledger.lease("w", 1, "train")
         assert ledger.accept(lease.lease_id, played(lease, status="executor_error")) == (True, [])
     assert ledger.count_episodes() == NONE | {"waiting": 1}
     assert ledger.counts()["failed/executor_error"] == 7
-    (lease,) = ledger.lease("w", 1)
+    (lease,) = ledger.lease("w", 1, "train")
     assert ledger.accept(lease.lease_id, played(lease))[0]
 
 
@@ -154,7 +153,7 @@ def test_what_came_to_nothing_is_counted_by_its_cause(ledger):
     for position in range(3):
         add(ledger, position, members=1, policies=("agent", "other"))
     for status in ("env_error", "env_error", "timeout"):
-        lease = ledger.lease("w", 1)[0]
+        lease = ledger.lease("w", 1, "train")[0]
         ledger.accept(lease.lease_id, played(lease, status=status))
     assert ledger.count_causes("failed") == {"env_error": 2, "timeout": 1}
     ledger.drop("agent", ["train-00000001", "train-00000002"], "too_old")
@@ -166,10 +165,10 @@ def test_what_came_to_nothing_is_counted_by_its_cause(ledger):
 
 def test_a_failure_reported_under_a_lost_lease_does_not_end_the_new_one(ledger, clock):
     add(ledger, 0, members=1)
-    first = ledger.lease("slow", 1)[0]
+    first = ledger.lease("slow", 1, "train")[0]
     clock.now_s += 11
     ledger.expire()
-    second = ledger.lease("w", 1)[0]
+    second = ledger.lease("w", 1, "train")[0]
     assert ledger.accept(first.lease_id, played(first, status="timeout")) == (False, [])
     assert ledger.accept(second.lease_id, played(second))[0]
 
@@ -178,11 +177,11 @@ def test_who_was_cancelled_with_a_sibling_stays_so_when_its_own_lease_runs_out_a
     """It was leased again, and its group stayed open for what was dropped in the end."""
     ledger = Ledger(tmp_path / "drop.sqlite", lease_s=10.0, max_attempts=2, clock=clock, failed="drop")
     add(ledger, 0, members=3)
-    ledger.give_back([lease.lease_id for lease in ledger.lease("w", 1)], "no", count_attempt=True)
-    assert len(ledger.lease("w", 3)) == 3  # the first for the second time
+    ledger.give_back([lease.lease_id for lease in ledger.lease("w", 1, "train")], "no", count_attempt=True)
+    assert len(ledger.lease("w", 3, "train")) == 3  # the first for the second time
     clock.now_s += 11
     ledger.expire()
-    assert ledger.count_episodes() == {**NONE, "quarantined": 1, "cancelled": 2} and not ledger.lease("w", 3)
+    assert ledger.count_episodes() == {**NONE, "quarantined": 1, "cancelled": 2} and not ledger.lease("w", 3, "train")
     assert ledger.count_causes("failed")["lease_ran_out"] == 1
 
 
@@ -190,7 +189,7 @@ def test_a_group_without_any_trajectory_is_dropped(ledger):
     group_id = add(ledger, 0, members=1)
     complete = []
     for _ in range(2):
-        lease = ledger.lease("w", 1)[0]
+        lease = ledger.lease("w", 1, "train")[0]
         complete += ledger.accept(lease.lease_id, played(lease, status="env_error"))[1]
     assert complete == [group_id]
     assert ledger.count_by_state("agent") == {"dropped": 1}
@@ -199,9 +198,9 @@ def test_a_group_without_any_trajectory_is_dropped(ledger):
 def test_giving_back_does_not_use_up_an_attempt_unless_it_failed(ledger):
     add(ledger, 0, members=1)
     for _ in range(5):
-        lease = ledger.lease("draining", 1)[0]
+        lease = ledger.lease("draining", 1, "train")[0]
         ledger.give_back([lease.lease_id], "", count_attempt=False)
-    assert len(ledger.lease("w", 1)) == 1
+    assert len(ledger.lease("w", 1, "train")) == 1
 
 
 def test_the_same_step_gets_the_same_batch_also_after_a_restart(ledger, tmp_path, clock):
@@ -321,7 +320,7 @@ def test_a_long_run_keeps_what_it_may_go_back_to_and_no_more(ledger, tmp_path, c
 def test_of_a_finished_evaluation_its_name_and_versions_stay(ledger):
     for version in range(10):
         name = add_evaluation(ledger, version, tasks=4)
-        play_all(ledger)
+        play_all(ledger, "eval")
         ledger.close_evaluation(name)
     expected = {f"agent@{version}": {"agent": version} for version in range(10)}
     assert ledger.evaluations() == ledger.evaluations("closed") == expected
@@ -331,7 +330,7 @@ def test_of_a_finished_evaluation_its_name_and_versions_stay(ledger):
 def test_an_evaluation_of_which_nothing_came_in_is_finished_too(ledger):
     name = add_evaluation(ledger, 0)
     for _ in range(2):
-        (lease,) = ledger.lease("w", 1)
+        (lease,) = ledger.lease("w", 1, "eval")
         ledger.accept(lease.lease_id, played(lease, status="env_error"))
     assert ledger.evaluations("open") == {}
     ledger.close_evaluation(name)
@@ -340,16 +339,9 @@ def test_an_evaluation_of_which_nothing_came_in_is_finished_too(ledger):
 
 def test_workers_that_ask_no_more_are_forgotten(ledger, clock):
     for number in range(100):
-        ledger.lease(f"worker-{number}", 1)
+        ledger.lease(f"worker-{number}", 1, "train")
         clock.now_s += 1.0
-    assert len(ledger._asked_s) <= 11
-
-
-def test_evaluation_is_leased_before_training(ledger):
-    add(ledger, 0, members=1)
-    add_evaluation(ledger, 0)
-    assert [lease.kind for lease in ledger.lease("w", 5)] == ["eval", "train"]
-    assert ledger.evaluations("open") == {"agent@0": {"agent": 0}}
+    assert len(ledger._asked_s["train"]) <= 11
 
 
 def test_a_failing_transaction_leaves_no_trace(ledger):
@@ -368,7 +360,7 @@ def test_policies_use_up_the_same_groups_at_their_own_rates(ledger):
     both = ("solver", "verifier")
     for position in range(4):
         add(ledger, position, policies=both)
-    for lease in ledger.lease("w", 100):
+    for lease in ledger.lease("w", 100, "train"):
         ledger.accept(lease.lease_id, played(lease, policies=both))
     filter_all(ledger)
     one, second = "train-00000000", "train-00000001"
@@ -383,9 +375,21 @@ def test_policies_use_up_the_same_groups_at_their_own_rates(ledger):
     assert len(ledger.episodes(second)) == 2, "the verifier still does"
 
 
+def test_what_one_policy_has_lost_is_played_with_any_version_of_it(ledger):
+    """The group was for a version that nobody serves any more, and waited for it, while it counted as under way."""
+    add(ledger, 0, policies=("a", "b"), serving={"a": 7, "b": 7})
+    (lease,) = ledger.lease("w", 1, "train", serving={"a": 7, "b": 7})
+    ledger.accept(lease.lease_id, played(lease, version=7, policies=("a", "b")))
+    ledger.claim("first", {"a": 7}, 0)
+    ledger.claim("restarted", {"a": 5}, 1)
+    assert ledger.count_by_state("a") == {"dropped": 1} and ledger.unused("b", 0) == (0, 1)
+    assert ledger.lease("w", 1, "train", serving={"a": 5, "b": 6}) == []
+    assert len(ledger.lease("w", 1, "train", serving={"a": 5, "b": 7})) == 1
+
+
 def test_a_policy_that_did_not_speak_in_a_group_gets_none_of_it(ledger):
     add(ledger, 0, policies=("solver", "verifier"))
-    for lease in ledger.lease("w", 100):
+    for lease in ledger.lease("w", 100, "train"):
         ledger.accept(lease.lease_id, played(lease, policies=("solver",)))
     filter_all(ledger)
     assert (ready(ledger, "solver"), ready(ledger, "verifier")) == (["train-00000000"], [])
@@ -401,7 +405,7 @@ def test_a_file_of_another_version_is_refused(ledger, tmp_path, clock):
 
 def test_a_group_is_as_old_as_its_oldest_token_and_as_new_as_its_newest(ledger):
     group = add(ledger, 0, members=2)
-    for lease, spans in zip(ledger.lease("w", 2), [(), [(2, 1), (5, 1), (1, 1)]], strict=True):
+    for lease, spans in zip(ledger.lease("w", 2, "train"), [(), [(2, 1), (5, 1), (1, 1)]], strict=True):
         episode = played(lease, version=2)
         if spans:
             (part,) = episode.trajectories

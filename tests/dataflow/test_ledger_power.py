@@ -57,7 +57,7 @@ def test_a_checkpoint_ahead_of_an_older_copy_goes_on_and_trains_nothing_twice(tm
     add(ledger, 6)
     assert ledger.claim("restarted", {"agent": 2}, 1, position=9) == (True, 2)
     assert ledger.counts("agent") == {"dropped/lost_ledger": 5}
-    assert ledger.lease("w", 10) == [], "nobody needs the episodes of group 6"
+    assert ledger.lease("w", 10, "train") == [], "nobody needs the episodes of group 6"
     assert ledger.batches("agent") == 2 and ledger.count_groups() == 9
     for position in range(9, 11):
         add(ledger, position)
@@ -71,13 +71,13 @@ def test_setting_the_date_moves_no_lease(tmp_path, monkeypatch):
     add(ledger, 0, members=1)
     started_s, date_s = time.monotonic(), time.time()
     monkeypatch.setattr(time, "time", lambda: date_s + 3600.0)
-    (lease,) = ledger.lease("dead", 1)
+    (lease,) = ledger.lease("dead", 1, "train")
     assert ledger.renew([lease.lease_id]) == []
     monkeypatch.setattr(time, "time", lambda: date_s - 3600.0)
     while time.monotonic() < started_s + 0.5:
         time.sleep(0.05)
     ledger.expire()
-    assert len(ledger.lease("other", 1)) == 1
+    assert len(ledger.lease("other", 1, "train")) == 1
 
 
 def test_leases_go_on_over_a_restart_and_get_a_whole_term_after_a_boot(tmp_path):
@@ -85,7 +85,7 @@ def test_leases_go_on_over_a_restart_and_get_a_whole_term_after_a_boot(tmp_path)
     clock.now_s = 100_000.0
     ledger = opened(disk, clock)
     add(ledger, 0)
-    (lease,) = ledger.lease("w", 1)
+    (lease,) = ledger.lease("w", 1, "train")
     for boot, now_s, left_s in (("one", 100_004.0, 6.0), ("two", 20.0, 10.0), ("three", 10**7, 10.0)):
         clock.now_s = now_s
         disk.left_behind(ledger)

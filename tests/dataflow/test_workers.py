@@ -256,7 +256,8 @@ def test_workers_are_shown_while_they_say_something():
     now_s = [0.0]
     workers = RolloutWorkers(max_staleness=1, clock=lambda: now_s[0])
     assert workers.report("a", "agent", 0) and not workers.report("a", "agent", 0)
-    workers.counted("a", 3)
+    for number in range(4):
+        workers.ended("a", f"lease-{number}", counts=number < 3)
     now_s[0] = 50.0
     workers.left_free("b", 2)
     assert workers.status(within_s=60.0) == {
