@@ -320,6 +320,7 @@ async def node_end(line: NatsLine, run_id: str, port: int = 0) -> AsyncIterator[
             if "lost" in answer:
                 raise Lost(body.decode(errors="replace"))
             done = True
+            await problems.over()
             return web.Response(status=answer["status"], headers=answer["headers"], body=body)
         except (Lost, KeyError, TypeError, ValueError) as error:
             await problems.note(error)

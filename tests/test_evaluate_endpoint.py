@@ -1,5 +1,6 @@
 """Evaluations against an OpenAI-style endpoint: played once, gone on with, and stopped in words when it is away."""
 
+import asyncio
 import json
 import threading
 import time
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from flowjax.canvas.backends import Completion, Request, Usage
 from flowjax.evaluate import main
 from flowjax.grading.math import equal
 from flowjax.monitor.held_out import read_held_out
 from flowjax.monitor.provenance import read_starts
-from flowjax.rollout.episode import EpisodeFile
+from flowjax.rollout.client import SamplingOptions
+from flowjax.rollout.episode import EndpointAgent, EpisodeFile
 
 RECIPE = """
 from ml_collections import ConfigDict
@@ -205,6 +208,24 @@ def test_a_request_that_is_refused_costs_its_episode_alone(tmp_path, endpoint, c
     endpoint.answer = adds
     assert main(command) == 0  # they are tried again, the others are not
     assert json.loads((tmp_path / "out" / "results.json").read_text())["unfinished"] == 0
+
+
+def test_calls_of_one_agent_that_are_under_way_at_once_have_seeds_of_their_own():
+    class Holds:
+        identity, seeds = "", []
+
+        async def complete(self, request: Request) -> Completion:
+            self.seeds.append(request.seed)
+            await asyncio.sleep(0)
+            return Completion("", Usage(1, 1))
+
+    async def ask() -> None:
+        agent = EndpointAgent(Holds(), "agent", SamplingOptions(1.0, 8), lambda number: 100 + number)
+        for _ in range(2):
+            await asyncio.gather(*(agent.act([{"role": "user", "content": "?"}]) for _ in range(2)))
+
+    asyncio.run(ask())
+    assert Holds.seeds == [100, 101, 102, 103]
 
 
 def test_a_slow_answer_is_waited_for_and_a_record_that_was_cut_is_played_again(tmp_path, endpoint, command):

@@ -21,7 +21,7 @@ from flowjax.config import ConfigError, default_config
 from flowjax.monitor.token import bearer, invite, keep_run_id, make_token, send_away
 from flowjax.records import unpack
 from flowjax.relay import Lost, NatsLine, RunEnd, dialled, node_end, reached, run_end
-from flowjax.run import Run, write_endpoints
+from flowjax.run import Run, read_endpoints, write_endpoints
 from tests.nats_server import NatsServer, nats_cluster, nats_server, settle, write_credentials
 
 RUN_ID = "0123abcd"
@@ -233,6 +233,22 @@ def test_a_dataflow_that_is_away_is_asked_again_by_who_asked(tmp_path):
                 assert status == 503 and "ClientConnectorError" in reason
 
     asyncio.run(check())
+
+
+def test_what_fails_again_after_it_went_well_is_said_again(tmp_path, caplog):
+    """A node's log named the first outage of a run alone."""
+
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+                good = read_endpoints(there.run.folder)["dataflow"]
+                for _ in range(2):
+                    for url, status in (("http://127.0.0.1:9", 503), ("http://127.0.0.1:9", 503), (good, 200)):
+                        write_endpoints(there.run.folder, {"dataflow": url})
+                        assert (await said(there))[0] == status
+
+    asyncio.run(check())
+    assert sum("ClientConnectorError" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_whoever_has_gone_is_asked_for_no_longer(tmp_path):

@@ -12,6 +12,8 @@ import logging
 import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +95,13 @@ class Partial:
         self.finish_reason = rest.finish_reason
 
     def completion(self) -> EngineReply:
-        spans: list[tuple[str, int]] = []
-        ends = [start for _, start in self.starts[1:]] + [len(self.sampled_ids)]
-        for (name, start), end in zip(self.starts, ends, strict=False):  # of nothing there is an end alone
-            tokens = max(min(end, len(self.sampled_ids)) - start, 0)
-            if spans and not spans[-1][1]:
-                spans.pop()
-            if spans and (spans[-1][0] == name or not tokens):
-                name, tokens = spans[-1][0], spans.pop()[1] + tokens
-            spans.append((name, tokens))
-        return EngineReply(tuple(self.sampled_ids), tuple(self.logprobs), self.finish_reason, tuple(spans))
+        n = len(self.sampled_ids)
+        ends = [start for _, start in self.starts[1:]] + [n]
+        # Starts may be ahead of what has come; of nothing there is an end alone.
+        counts = [(name, max(min(end, n) - start, 0)) for (name, start), end in zip(self.starts, ends, strict=False)]
+        counts = [each for each in counts if each[1]] or counts[-1:]  # of a reply without tokens, the last name
+        spans = tuple((name, sum(tokens for _, tokens in of)) for name, of in groupby(counts, key=itemgetter(0)))
+        return EngineReply(tuple(self.sampled_ids), tuple(self.logprobs), self.finish_reason, spans)
 
 
 def completion_body(model: str, sampling: SamplingOptions, prompts: list[list[int]], *, stream: bool) -> dict[str, Any]:

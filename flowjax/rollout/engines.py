@@ -107,23 +107,23 @@ class EnginePool:
 
         Calls of one `group` meet at one engine while that has room. When the engine dies, the call goes on at another
         one from the tokens that had been streamed, with what is left of the token budget; from the prompt where replies
-        end with a stop text or are held to a grammar.
+        end with a stop text, are held to a grammar or have a seed.
 
         Raises:
             UnknownModel: no engine that is up serves `model`.
-            EngineAway: all engines were away for longer than `request_timeout_s`.
+            EngineAway: all engines were away, or failed at it, for longer than `request_timeout_s`.
             EngineError: an engine refuses the request.
         """
         key = group or ",".join(map(str, prompt_ids[:_PREFIX_TOKENS]))
-        before, failing_s = Partial(), math.inf  # since when no engine has sampled a token of it
-        pause_s = _FIRST_PROBE_S
-        clock = asyncio.get_running_loop().time
+        # Since when no engine has sampled a token of it, and those that have failed at it since.
+        before, failing_s, failed = Partial(), math.inf, set[Member]()
+        clock, pause_s = asyncio.get_running_loop().time, _FIRST_PROBE_S
         while True:
             left = sampling.max_new_tokens - len(before.sampled_ids)
             if not left:  # the engine died between the last token and saying so
                 before.finish_reason = "length"
                 return before.completion()
-            member = await self._choose(model, key, pause_s)
+            member = await self._choose(model, key, min(pause_s, _LAST_PROBE_S), failed)
             member.in_flight += 1
             try:
                 # What another engine had sampled is part of the prompt now: this one goes on behind it.
@@ -139,13 +139,16 @@ class EnginePool:
                 if member.up:
                     _log.info("calls move on: %s", away)
                 member.up = False
-                # A stop text or a form of the grammar could lie across the seam, where neither engine sees all of it.
-                partial = Partial() if sampling.stop or sampling.structured_outputs else away.partial
-                # An engine that sampled before it died has moved the call forward: the time-out begins anew.
-                failing_s = math.inf if partial.sampled_ids else min(failing_s, clock())
-                if clock() - failing_s > self._timeout_s:
+                # A stop text or form of the grammar could lie across the seam; behind it a seed's numbers begin again.
+                whole = sampling.stop or sampling.structured_outputs or sampling.seed is not None
+                partial = Partial() if whole else away.partial
+                if partial.sampled_ids:  # the engine has moved the call forward: the time-out begins anew
+                    failing_s, pause_s, failed = math.inf, _FIRST_PROBE_S, set()
+                else:
+                    failing_s, pause_s, failed = min(failing_s, clock()), 2 * pause_s, {*failed, member}
+                untried = {each for each in self.members if each.up and model in each.names} - failed
+                if clock() - failing_s > self._timeout_s and not untried:
                     raise
-                pause_s = _FIRST_PROBE_S if partial.sampled_ids else min(2 * pause_s, _LAST_PROBE_S)
                 self.moved_calls += 1
                 self.continued_calls += bool(partial.sampled_ids)
                 before.append(partial.completion())
@@ -184,8 +187,8 @@ class EnginePool:
         ]
         return {"engines": engines, "moved_calls": self.moved_calls, "continued_calls": self.continued_calls}
 
-    async def _choose(self, model: str, key: str, pause_s: float) -> Member:
-        """The engine for a call; waits while all are away, `pause_s` at first before it asks whether they are."""
+    async def _choose(self, model: str, key: str, pause_s: float, failed: Collection[Member]) -> Member:
+        """An engine for a call, rather none that `failed`; waits while all are away, `pause_s` before it first asks."""
         clock = asyncio.get_running_loop().time
         started_s = clock()
         while not any(member.up for member in self.members):
@@ -198,7 +201,7 @@ class EnginePool:
         able = [member for member in self.members if member.up and model in member.names]
         if not able:
             raise UnknownModel(f"no engine that is up serves {model}")
-        return choose(key, able)
+        return choose(key, [member for member in able if member not in failed] or able)
 
 
 def share_calls(members: Sequence[Member], member: Member, tokens: int, took_s: float) -> None:
@@ -309,8 +312,7 @@ class Admission:
             next_slots(self._slots, load, load.preemptions - self._loads.get(base, load).preemptions, **bounds)
             for base, load in loads.items()
         ]
-        self._slots = min(proposed, default=self._slots)
-        self._loads = {**self._loads, **loads}
+        self._slots, self._loads = min(proposed, default=self._slots), {**self._loads, **loads}
 
 
 # --------------------------------------------------------------------------------------------------- served base models
@@ -335,10 +337,9 @@ class ServedBase:
     ):
         self.name, self.policies = name, tuple(policies)
         self.engine, self.follower, self.codec = engine, follower, codec
-        self._patience_s, self._logs = patience_s, logs
+        self._patience_s, self._logs, self._seen_s = patience_s, logs, time.monotonic()
         self.up = False
         self.load: Load | None = None
-        self._seen_s = time.monotonic()
 
     async def generate(
         self, model: str, pinned: int | None, prompt_ids: Sequence[int], sampling: SamplingOptions, *, group: str
@@ -406,8 +407,7 @@ class ServedBase:
         up, now_s = await self.engine.healthy(), time.monotonic()
         if up != self.up:
             _log.info("the engine of %s is %s", self.name, "up" if up else "away")
-        self.up = up
-        self._seen_s = now_s if up else self._seen_s
+        self.up, self._seen_s = up, now_s if up else self._seen_s
         if now_s - self._seen_s > self._patience_s:
             raise EngineError(
                 f"the engine has been away for {now_s - self._seen_s:.0f} s ({self.engine.trouble}): see {self._logs}"

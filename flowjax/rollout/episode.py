@@ -268,9 +268,10 @@ class EndpointAgent(Agent):
     """
 
     def __init__(self, backend: Backend, model: str, sampling: SamplingOptions, seed_of: Callable[[int], int]):
-        """`model` is what the run calls it, `seed_of` gives the seed of the agent's n-th reply."""
+        """`model` is what the run calls it, `seed_of` gives the seed of the agent's n-th call."""
         self._backend, self._model, self._sampling, self._seed_of = backend, model, sampling, seed_of
         self._said: list[tuple[Reply, list[Message]]] = []
+        self._numbers = itertools.count()  # of calls, some of which may be under way at once
 
     async def act(self, messages: Sequence[Message], *, after: Reply | None = None) -> Reply:
         """One reply to `messages`; with `after`, the next one of the conversation that led to that reply.
@@ -285,7 +286,7 @@ class EndpointAgent(Agent):
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
             max_new_tokens=self._sampling.max_new_tokens,
-            seed=self._seed_of(len(self._said)),
+            seed=self._seed_of(next(self._numbers)),
         )
         try:
             answer = await self._backend.complete(request)

@@ -6,6 +6,7 @@ Nothing here imports vLLM: it may live in another environment than flowjax, unde
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowjax.config import ConfigError
+from flowjax.records import state_key
 from flowjax.run import Base, Engine, Policy, Run
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
         "--host": HOST,
         "--port": port,
         "--dtype": engine.dtype,
-        "--seed": run.config.seed + served.replica,  # engines of one seed would answer equal prompts equally
+        "--seed": _seed(run, served),
         "--max-model-len": engine.max_model_tokens,
         "--max-num-seqs": engine.max_concurrent_sequences,
         "--tensor-parallel-size": engine.tensor_parallel,
@@ -106,6 +108,13 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
     for name, value in options.items():
         argv += [name, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     return [*argv, *switches, *map(str, engine.extra_args)], environment
+
+
+def _seed(run: Run, served: Engine) -> int:
+    """Seed of an engine: those of one seed would answer equal prompts equally. Nodes count their replicas from 0."""
+    if not run.is_node:
+        return run.config.seed + served.replica
+    return state_key("engine", run.config.seed, run.config.name, socket.gethostname(), served.replica) >> 33  # 31 bits
 
 
 def served_folder(run: Run, base: Base) -> Path:

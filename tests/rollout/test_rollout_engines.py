@@ -242,7 +242,7 @@ def test_an_answer_says_which_weights_sampled_which_token(pair, stream):
     assert answer.spans == ((MODEL, 3), ("agent@4", 5))
 
 
-@pytest.mark.parametrize("held", [{"stop": ("</action>",)}, {"structured_outputs": "{}"}])
+@pytest.mark.parametrize("held", [{"stop": ("</action>",)}, {"structured_outputs": "{}"}, {"seed": 11}])
 def test_a_reply_that_no_engine_would_see_whole_begins_anew(pair, held):
     async def ask(pool):
         pair[0].dies_after = pair[1].dies_after = 3
@@ -350,6 +350,29 @@ def test_a_prompt_that_every_engine_fails_at_is_not_asked_without_a_pause(pair, 
     pair[:] = [CountingEngine(MODEL), CountingEngine(MODEL)]
     run(ask, *pair, away_s=2.0)
     assert len(pair[0].requests) + len(pair[1].requests) <= 10
+
+
+def test_an_engine_that_has_not_been_asked_is_asked_however_long_the_others_took_to_fail(monkeypatch):
+    """The second may have sampled for longer than the time-out, which is no failing."""
+    answer, failed = CountingEngine._completions, []
+
+    async def dies(engine: CountingEngine, request: web.Request) -> web.StreamResponse:
+        if len(failed) == 2:
+            return await answer(engine, request)
+        if failed:
+            await asyncio.sleep(0.05)
+        failed.append(engine)
+        engine.dead = True
+        return web.Response(status=500)
+
+    monkeypatch.setattr(CountingEngine, "_completions", dies)
+
+    async def ask(pool):
+        pool._timeout_s = 0.01
+        return await pool.generate(MODEL, [7, 7], SAMPLING)
+
+    assert run(ask, *(CountingEngine(MODEL) for _ in range(3))).sampled_ids == tuple(range(2, 10))
+    assert len({id(engine) for engine in failed}) == 2
 
 
 def test_the_load_of_the_pool_is_that_of_its_engines(pair):

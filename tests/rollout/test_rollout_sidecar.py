@@ -54,6 +54,19 @@ def test_serves_the_configured_model(config, cpu, tmp_path):
     assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
+def test_no_two_engines_of_a_run_and_its_nodes_have_one_seed(config, cpu, monkeypatch):
+    """Members of a group that began on two nodes were answered equally."""
+    config.seed, config.engine.replicas = 7, 2
+    seeds = []
+    for node, host in (("", "a"), ("run-a", "a"), ("run-b", "b"), ("run", "c"), ("run", "d")):
+        monkeypatch.setattr(sidecar.socket, "gethostname", lambda host=host: host)
+        if node:
+            config.name, config.elsewhere = node, ("dataflow", "trainer")
+        run = resolve(config)
+        seeds += [int(_value(engine_command(run, each, 1)[0], "--seed")) for each in run.engines]
+    assert seeds[:2] == [7, 8] and len(set(seeds)) == 10 and all(0 <= seed < 2**31 for seed in seeds)
+
+
 def test_relative_model_folder_does_not_depend_on_the_engines_working_directory(config, cpu, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config.model.path = "models/nano"
