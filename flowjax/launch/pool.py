@@ -15,6 +15,7 @@ nothing is played that the bound on staleness does not admit. There a person rea
 import contextlib
 import math
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -77,7 +78,8 @@ class Pool:
     def __exit__(self, *exc_info: object) -> None:
         self._metrics.__exit__()
         if self._hook is not None and self._hook.poll() is None:
-            self._hook.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._hook.pid, signal.SIGTERM)  # with what its shell has started
 
     def look(self, progress: Progress) -> None:
         """Take in what has happened since the last look."""
@@ -129,6 +131,7 @@ class Pool:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    start_new_session=True,
                 )
                 self._asked = self._nodes, wanted
         except OSError as error:  # the run goes on with the nodes that it has

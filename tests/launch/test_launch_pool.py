@@ -100,6 +100,28 @@ def test_a_command_is_told_what_is_wanted_once_a_window(tmp_path):
         assert run.said[2].startswith(f"pool: {words}")
 
 
+def test_a_command_that_is_under_way_ends_with_the_launch_and_so_does_what_it_started(tmp_path):
+    run = FollowedRun(tmp_path, command="sleep 600 & echo $! > $FLOWJAX_RUN/pid; wait")
+    with run.pool:
+        run.goes_on(nodes=2, steps=6, wait_s=5.0)
+        until = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        started = int((tmp_path / "pid").read_text())
+    until = time.monotonic() + 60
+    while is_alive(started) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not is_alive(started)
+
+
+def is_alive(pid: int) -> bool:
+    try:  # nobody may have waited for it: where orphans are left, it is a zombie
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_nodes_that_are_on_their_way_are_not_asked_for_again(tmp_path):
     """Each window asked for as many anew: a queue filled with them."""
     run = FollowedRun(tmp_path, command="true")
