@@ -36,7 +36,7 @@ def test_evaluation_has_its_share_of_a_workers_slots_and_no_more(tmp_path):
 
 @pytest.mark.parametrize(
     ("slots", "total", "evaluated"),
-    [(0.25, 8, 2), (0.25, 9, 3), (0.55, 20, 11), (0.25, 1, 1), (0.0, 8, 0), (1.0, 8, 1), (3, 8, 3), (30, 8, 8)],
+    [(0.25, 8, 2), (0.25, 9, 3), (0.28, 25, 7), (0.25, 1, 1), (0.0, 8, 0), (1.0, 8, 1), (3, 8, 3), (30, 8, 8)],
 )
 def test_a_share_of_slots_is_rounded_up(tmp_path, slots, total, evaluated):
     """So that a worker of one slot evaluates, too. From 1 on it is a number of slots, at most those there are."""
