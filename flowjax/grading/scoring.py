@@ -138,7 +138,8 @@ class Scorer:
     def _code(self, answer: str, suite: Suite) -> Score:
         if not suite.cases:
             raise ValueError("gold is a Suite without tests: leave the problem out")
-        answer = without_thoughts(answer)
+        if "think>" in answer:  # a part of a program keeps the blanks before its first line
+            answer = without_thoughts(answer)
         blocks = fenced_blocks(answer)
         verdict = judge(
             blocks[-1] if blocks else last_answer(answer) or answer,

@@ -289,7 +289,7 @@ print(result.usage.calls, result.answer)
 
 def test_a_file_gives_back_every_kind_of_value(tmp_path):
     everything = (Field("answer"), Field("sure", "flag"), Field("subproblems", "texts"))
-    values = {"answer": "π \ud800 \x00", "sure": True, "subproblems": ("a", "", "b\n")}
+    values = {"answer": "π \U0001d518 \x00", "sure": True, "subproblems": ("a", "", "b\n")}
     say = operator("Say", (), everything, lambda *_: values)
     for _ in range(2):
         cache = Cache(path=tmp_path / "results.sqlite")

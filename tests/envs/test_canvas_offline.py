@@ -81,7 +81,7 @@ def test_what_is_written_is_paid_for():
     usual = cost("AnswerGenerate")
     assert usual > 60 * 4e-6
     assert cost(f'AnswerGenerate{{"{exercises.PHRASES["brief"]}"}}') < usual - 60 * 4e-6 + 1e-5
-    assert cost(f"[{', '.join(['AnswerGenerate'] * 30)}] -> ScEnsemble") > 30 * usual
+    assert cost(f"[{', '.join(['AnswerGenerate'] * 30)}] -> Aggregate") > 30 * usual
 
 
 def test_formatting_helps_where_answers_are_wordy():

@@ -19,7 +19,7 @@ from flowjax.envs.code import Code
 from flowjax.envs.code.problems import OPERATIONS, PROBES, Recipe, draw, problem_of
 from flowjax.envs.code.world import LEGAL, CodeOptions, _problem, action_of_tests, normalised
 from flowjax.envs.pool import EnvPool
-from flowjax.grading.code import CallCase, Check, Lines, judge
+from flowjax.grading.code import CallCase, Check, Lines, Verdict, judge
 from flowjax.grading.sandbox import Limits
 from flowjax.published.worlds import PublishedCode
 from flowjax.records import Task
@@ -541,3 +541,14 @@ def test_tests_of_an_agent_are_checked_against_the_problem_that_is_played():
             assert (step.valid, step.terminal, step.reward) == (True, False, 0.0)
     step = env.step(action_of_tests("", [([2], 5), ([1], 7)]))
     assert step.outcome == {"passed": 0.0, "tests_valid": 0.0}
+
+
+def test_tests_that_are_equal_in_python_alone_are_checked_anew(monkeypatch: pytest.MonkeyPatch):
+    """1 and True are equal, and str gives other texts of them."""
+    env = Code(kinds=("int",), steps=2).env()
+    env.reset(Task("plus 3", "code", 0, {"kind": "int", "steps": [[0, 3]]}), 0)
+    judged = []
+    monkeypatch.setattr(env, "_judged", lambda program, suite: judged.append(suite) or Verdict((), (), 0.0, ""))
+    for argument in (1, 1, True):
+        env.step(action_of_tests("", [([argument], 4)]))
+    assert len(judged) == 2

@@ -354,7 +354,7 @@ class CodeEnv:
         """Somebody's tests (`action_of_tests`), on a program and on the problem's own solution."""
         program, given = json.loads(text)
         suite = replace(self.problem.suite, cases=tuple(_case_of(x, y, self.problem.suite.entry) for x, y in given))
-        tests = (self.problem.content, given)
+        tests = (self.problem.content, json.dumps(given))  # as text: 1, 1.0 and True are equal
         if self._checked is None or self._checked[0] != tests:  # the same tests may be run on several programs
             solution = self.problem.solution
             self._checked = tests, bool(solution) and self._judged(solution, suite).success
