@@ -87,7 +87,7 @@ NAMED = (
     ("_streamed", 'if "error" in event:', "if False:"),
     ("rope_angles", "scaling.attention_factor or ", ""),
     ("rope_angles", "math.log(max(scaling.factor, 1.0)) + 1.0", "math.log(max(scaling.factor, 1.0))"),
-    ("_evaluation_slots", "math.ceil(slots * total)", "math.floor(slots * total)"),
+    ("_evaluation_slots", "math.ceil(round(slots * total, 6))", "math.floor(round(slots * total, 6))"),
     ("_has_passed", 'self._operators[call.operator].role == "checker" and ', ""),
     ("_role", 'return "checker"', 'return "solver"'),
     ("_gate", '"checker" in roles and ', ""),

@@ -4,6 +4,7 @@ Nothing here imports vLLM: it may live in another environment than flowjax, unde
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowjax.config import ConfigError
-from flowjax.records import state_key
 from flowjax.run import Base, Engine, Policy, Run
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def _seed(run: Run, served: Engine) -> int:
     """Seed of an engine: those of one seed would answer equal prompts equally. Nodes count their replicas from 0."""
     if not run.is_node:
         return run.config.seed + served.replica
-    return state_key("engine", run.config.seed, run.config.name, socket.gethostname(), served.replica) >> 33  # 31 bits
+    node = f"{run.config.seed} {run.config.name} {socket.gethostname()} {served.replica}"
+    return int.from_bytes(hashlib.blake2b(node.encode(), digest_size=4).digest(), "little") >> 1
 
 
 def served_folder(run: Run, base: Base) -> Path:

@@ -230,8 +230,8 @@ def test_tasks_are_told_apart_by_what_they_ask():
 def test_a_mix_ends_with_its_first_source_that_ends():
     config = default_config()
     config.env.name = "flowjax.envs.webshop:WebShop"
-    config.env.options = {"products": 40, "held_out": 4}
-    config.env.sources = {"few": {}, "more": {"weight": 2.0, "options": {"held_out": 30}}}
+    config.env.options = {"products": 5}
+    config.env.sources = {"few": {}, "more": {"weight": 2.0, "options": {"products": 120, "seed": 1}}}
     config.env.train_tasks = 10
     tasks = held_out_tasks(config)
     drawn = [task_at(tasks, index) for index in range(len(tasks))]
