@@ -26,7 +26,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
     nano       2 slow CPU cores, 6 min   python -m flowjax.launch --config=configs/sokoban.py:nano
                (10 min with the base model, which is made once)
-               held-out success, greedy, three seeds: 0.24 -> 0.50 [0.45, 0.55], 0.51, 0.48 (README)
+               held-out success, greedy, five seeds: 0.24 -> 0.50 [0.45, 0.55], 0.51, 0.48, 0.52, 0.53 (README)
     nano_append  2 CPU cores        python -m flowjax.launch --config=configs/sokoban.py:nano_append
                an episode is one conversation, in rooms of any distance (no full run measured)
     qwen3_8b   8 x A100 80 GB, without thinking   (not run by us)
