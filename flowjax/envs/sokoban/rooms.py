@@ -130,7 +130,7 @@ def room_key(room: Room) -> int:
     cells = range(room.rows * room.columns)
     codes = np.array([(room.floor >> c & 1) + (room.targets >> c & 1) for c in cells], np.uint8)
     codes = codes.reshape(room.rows, room.columns)
-    rows, columns = codes.any(1).nonzero()[0], codes.any(0).nonzero()[0]
+    rows, columns = np.flatnonzero(codes.any(1)), np.flatnonzero(codes.any(0))
     inner = codes[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     images = inner.ravel()[_symmetries(*inner.shape)]
     return state_key(*sorted(inner.shape), min(image.tobytes() for image in images))
