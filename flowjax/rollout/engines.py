@@ -312,7 +312,8 @@ class Admission:
             next_slots(self._slots, load, load.preemptions - self._loads.get(base, load).preemptions, **bounds)
             for base, load in loads.items()
         ]
-        self._slots, self._loads = min(proposed, default=self._slots), {**self._loads, **loads}
+        self._slots = min(proposed, default=self._slots)
+        self._loads = {**self._loads, **loads}
 
 
 # --------------------------------------------------------------------------------------------------- served base models
@@ -407,11 +408,10 @@ class ServedBase:
         up, now_s = await self.engine.healthy(), time.monotonic()
         if up != self.up:
             _log.info("the engine of %s is %s", self.name, "up" if up else "away")
-        self.up, self._seen_s = up, now_s if up else self._seen_s
-        if now_s - self._seen_s > self._patience_s:
-            raise EngineError(
-                f"the engine has been away for {now_s - self._seen_s:.0f} s ({self.engine.trouble}): see {self._logs}"
-            )
+        self.up = up
+        self._seen_s = now_s if up else self._seen_s
+        if (away_s := now_s - self._seen_s) > self._patience_s:
+            raise EngineError(f"the engine has been away for {away_s:.0f} s ({self.engine.trouble}): see {self._logs}")
 
     def status(self) -> dict[str, Any]:
         return {
