@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flowjax.models import params
-from flowjax.models.attention import AMPERE, attend_by, choose_attention, cuda_capability, exchange_queries
+from flowjax.models.attention import AMPERE, HOPPER, attend_by, choose_attention, cuda_capability, exchange_queries
 from flowjax.models.lora import Lora, LoraParam, adapter_specs, lora_branch, lora_linear
 from flowjax.models.moe import ExpertMap, mixture
 from flowjax.models.params import Placeable
@@ -102,6 +102,7 @@ class Decoder(nnx.Module):
         x = self._constrain(x, "rows", "tokens", "act_embed")
         attention = self._make_attention(segments, positions)
         weights = {name: self._base(name) for name in self.layers}
+        experts = {name: weights.pop(name) for name in params.EXPERT if name in weights and self._keeps_experts()}
         adapter = self._adapter()
         has_dropout = self.lora is not None and self.lora.dropout > 0
         by_layer: Arrays = {}  # what else differs from layer to layer
@@ -109,6 +110,8 @@ class Decoder(nnx.Module):
             by_layer["dropout_key"] = jax.random.split(dropout_key, config.layers)
         if len({config.window(i) for i in range(config.layers)}) > 1:
             by_layer["windowed"] = jnp.array([config.window(i) is not None for i in range(config.layers)])
+        if experts:  # where a layer's are among them
+            by_layer["place"] = jnp.cumsum(jnp.array([i in config.sparse_layers for i in range(config.layers)])) - 1
 
         def layer(x: jax.Array, xs: tuple[Weights, dict[str, Arrays], Arrays], sparse: bool) -> jax.Array:
             weights, adapter, others = xs
@@ -117,7 +120,10 @@ class Decoder(nnx.Module):
             y = self._attention(self._norm(x, weights["input_norm"]), linear, weights, mix)
             x = x + (self._norm(y, weights["attention_post_norm"]) if config.post_norms else y)
             y = self._norm(x, weights["ffn_norm"])
-            y = self._mixture(y, weights, adapter, adapter_scale) if sparse else self._feed_forward(y, linear)
+            if sparse:
+                y = self._mixture(y, weights | experts, adapter, adapter_scale, others.get("place"))
+            else:
+                y = self._feed_forward(y, linear)
             x = x + (self._norm(y, weights["ffn_post_norm"]) if config.post_norms else y)
             return self._constrain(x, "rows", "tokens", "act_embed")
 
@@ -184,6 +190,11 @@ class Decoder(nnx.Module):
         exact = isinstance(weight, jax.Array) and x.dtype == weight.dtype == jnp.float32
         return alone and exact and x.ndim == 2 and x.shape[0] >= 2 * lora.rank
 
+    @property
+    def _device(self) -> Any:
+        """One of those that the program is for."""
+        return jax.devices()[0] if self.placement is None else self.placement.device
+
     def _stack(self, arrays: Mapping[str, Any], block: params.Block, member: int) -> dict[str, Any]:
         """Arrays of the layers at place `member` of a block's periods, stacked over the periods."""
         layers, stacked = block.layers[member :: len(block.sparse)], {}
@@ -205,13 +216,12 @@ class Decoder(nnx.Module):
         """
         config, placement = self.config, self.placement
         mesh = None if placement is None or placement.mesh.size == 1 else placement.mesh
-        device = jax.devices()[0] if placement is None else placement.device
-        if config.experts is not None and (0, 0) < cuda_capability(device) < AMPERE:
+        if config.experts is not None and (0, 0) < cuda_capability(self._device) < AMPERE:
             raise ModelError("models with experts need an Ampere GPU or a newer one, or the CPU: Triton has no other")
         form = choose_attention(
             self.attention,
             config,
-            device=device,
+            device=self._device,
             tokens=segments.shape[1],
             dtype=self.dtype,
             sequence_parts=1 if placement is None else placement.ways("tokens"),
@@ -267,16 +277,34 @@ class Decoder(nnx.Module):
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x, weight, self.config.norm_epsilon, self.config.norm_offset)
 
+    def _keeps_experts(self) -> bool:
+        """True where layers read the experts' matrices out of the stack of all layers, in place of a copy of their own.
+
+        They are frozen then, and each device has its own experts whole.
+        """
+        gathered = self.placement is not None and (
+            self.placement.ways("experts") != self.placement.ways("act_experts")
+            or self.placement.ways("expert_embed") > 1
+        )
+        return self.lora is not None and not gathered
+
     def _mixture(
-        self, x: jax.Array, weights: Weights, adapter: dict[str, Arrays], adapter_scale: float | jax.Array
+        self,
+        x: jax.Array,
+        weights: Weights,
+        adapter: dict[str, Arrays],
+        adapter_scale: float | jax.Array,
+        place: jax.Array | None,
     ) -> jax.Array:
+        """`place`: of the layer in the stacks of experts, where `weights` has them whole."""
         assert self.config.experts is not None
 
         def mapped(name: str) -> ExpertMap:
+            layer = place if name in params.EXPERT else None
             if self.lora is None or name not in adapter:
-                return ExpertMap(weights[name])
+                return ExpertMap(weights[name], layer=layer)
             a, b = adapter[name]["a"], adapter[name]["b"]
-            return ExpertMap(weights[name], self.lora.scale * adapter_scale * a, b)
+            return ExpertMap(weights[name], self.lora.scale * adapter_scale * a, b, layer)
 
         router = mapped("router")
         if router.a is not None and router.b is not None:  # small: its sum in float32 costs less than a branch
@@ -288,6 +316,7 @@ class Decoder(nnx.Module):
             experts=self.config.experts,
             activate=ACTIVATIONS[self.config.activation],
             placement=self.placement,
+            on_hopper=cuda_capability(self._device) == HOPPER,
         )
 
     def _feed_forward(self, x: jax.Array, linear: Callable) -> jax.Array:

@@ -5,6 +5,7 @@ The work is that of the rows, whatever the number of groups. Groups are experts 
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +17,32 @@ from jaxtyping import Array, Float, Int
 TILE = 128  # rows and columns of an expert's gradient that one program of a GPU kernel computes
 WIDE_TILE = 256  # columns of a product: on an H200 7 % faster than 128
 DEPTH_BYTES = 128  # of one row of a tile that is multiplied at a time
+HOPPER_ROWS, HOPPER_COLUMNS, HOPPER_STAGES = 128, 256, 4  # a program's tile, and how many steps are on their way to it
+HOPPER_CORES = 132  # programs, one for each core of an H100 or H200
 
 
 def grouped_product(
     x: Float[Array, "blocks size in"],
-    weights: Float[Array, "experts in out"],
+    weights: Float[Array, "*layers experts in out"],
     starts: Int[Array, "experts_and_1"],
+    layer: Int[Array, ""] | None = None,
+    *,
+    on_hopper: bool = False,
 ) -> Float[Array, "blocks size out"]:
     """Each block times the matrix of its expert, summed in float32; what stands in unused blocks is not defined.
 
     An expert e has the blocks starts[e] to starts[e + 1]. `jax.lax.ragged_dot` says the same, but XLA multiplies every
     row with every expert for it on GPUs and CPUs.
+
+    Args:
+        layer: whose matrices are meant, where `weights` are those of all layers. They are read where they lie, as to
+            cut them out would copy them, and have no gradient.
+        on_hopper: the program is for a GPU of compute capability 9.0, which has a kernel of its own.
     """
     # On a mesh all must vary over the same devices; where a matrix is the same on several, its gradients are summed.
-    axes = _varying(x) | _varying(weights) | _varying(starts)
-    return _grouped_product(*(_vary(array, axes) for array in (x, weights, starts)))
+    given = (x, weights, starts) if layer is None else (x, weights, starts, layer)
+    axes = frozenset[str]().union(*map(_varying, given))
+    return _grouped_product(on_hopper, *(_vary(array, axes) for array in given))
 
 
 def _varying(array: jax.Array) -> frozenset[str]:
@@ -43,27 +55,38 @@ def _vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
-@jax.custom_vjp
-def _grouped_product(x: jax.Array, weights: jax.Array, starts: jax.Array) -> jax.Array:
-    return _multiply(x, weights, starts, transposed=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_product(
+    on_hopper: bool, x: jax.Array, weights: jax.Array, starts: jax.Array, layer: jax.Array | None = None
+) -> jax.Array:
+    return _multiply(on_hopper, x, weights, starts, layer, transposed=False)
 
 
-def _grouped_forward(x: jax.Array, weights: jax.Array, starts: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _grouped_product(x, weights, starts), (x, weights, starts)
+def _grouped_forward(
+    on_hopper: bool, x: jax.Array, weights: jax.Array, starts: jax.Array, layer: jax.Array | None = None
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    return _grouped_product(on_hopper, x, weights, starts, layer), (x, weights, starts, layer)
 
 
-def _grouped_backward(kept: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, weights, starts = kept  # two calls: the gradient of frozen matrices, used by nobody, is then never computed
-    return _multiply(g, weights, starts, transposed=True), _multiply_pairs(x, g, starts), None
+def _grouped_backward(on_hopper: bool, kept: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
+    x, weights, starts, layer = kept
+    # Two calls: the gradient of frozen matrices, used by nobody, is then never computed.
+    pairs = _multiply_pairs(x, g, starts) if layer is None else None
+    return _multiply(on_hopper, g, weights, starts, layer, transposed=True), pairs, None, None
 
 
 _grouped_product.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _multiply(x: jax.Array, weights: jax.Array, starts: jax.Array, *, transposed: bool) -> jax.Array:
+def _multiply(
+    on_hopper: bool, x: jax.Array, weights: jax.Array, starts: jax.Array, layer: jax.Array | None, *, transposed: bool
+) -> jax.Array:
     """Blocks times matrices [experts, in, out], or times their transposes."""
-    forms = {"cuda": gpu_product, "tpu": ragged_product, "default": loop_product}
-    return _by_platform(forms, x, weights, starts, transposed=transposed)
+    first = jnp.zeros_like(starts[0]) if layer is None else layer * (starts.size - 1)
+    matrices = weights.reshape(-1, *weights.shape[-2:])
+    on_gpu = hopper_product if on_hopper and _hopper_takes(x, matrices, transposed) else gpu_product
+    forms = {"cuda": on_gpu, "tpu": ragged_product, "default": loop_product}
+    return _by_platform(forms, x, matrices, starts, first, transposed=transposed)
 
 
 def _multiply_pairs(x: jax.Array, g: jax.Array, starts: jax.Array) -> jax.Array:
@@ -89,12 +112,15 @@ def _like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
-def loop_product(x: jax.Array, weights: jax.Array, starts: jax.Array, *, transposed: bool) -> jax.Array:
+# Of all forms: the experts' matrices are `weights[first]` and the following.
+def loop_product(
+    x: jax.Array, weights: jax.Array, starts: jax.Array, first: jax.Array, *, transposed: bool
+) -> jax.Array:
     """Expert after expert and block after block in plain JAX."""
 
     def expert(e: jax.Array, y: jax.Array) -> jax.Array:
         # Out of the inner loop: the product of a block with a matrix that lies transposed takes twice as long.
-        weight = weights[e].T if transposed else weights[e]
+        weight = weights[first + e].T if transposed else weights[first + e]
 
         def block(b: jax.Array, y: jax.Array) -> jax.Array:
             return y.at[b].set(jnp.dot(x[b], weight, preferred_element_type=jnp.float32).astype(y.dtype))
@@ -102,7 +128,7 @@ def loop_product(x: jax.Array, weights: jax.Array, starts: jax.Array, *, transpo
         return jax.lax.fori_loop(starts[e], starts[e + 1], block, y)
 
     y = jnp.zeros((*x.shape[:2], weights.shape[1 if transposed else 2]), x.dtype)
-    return jax.lax.fori_loop(0, weights.shape[0], expert, _vary(y, _varying(x)))
+    return jax.lax.fori_loop(0, starts.size - 1, expert, _vary(y, _varying(x)))
 
 
 def loop_pairs(x: jax.Array, g: jax.Array, starts: jax.Array) -> jax.Array:
@@ -123,7 +149,13 @@ def loop_pairs(x: jax.Array, g: jax.Array, starts: jax.Array) -> jax.Array:
 
 
 def gpu_product(
-    x: jax.Array, weights: jax.Array, starts: jax.Array, *, transposed: bool, interpret: bool = False
+    x: jax.Array,
+    weights: jax.Array,
+    starts: jax.Array,
+    first: jax.Array,
+    *,
+    transposed: bool,
+    interpret: bool = False,
 ) -> jax.Array:
     """One program for each block and tile of columns."""
     blocks, size, depth = x.shape
@@ -142,7 +174,7 @@ def gpu_product(
         compiler_params=_warps(size),
         interpret=interpret,
         name="grouped_product",
-    )(_owners(starts, blocks), starts[-1:], x, weights)
+    )(_owners(starts, blocks) + first, starts[-1:], x, weights)
 
 
 def _gpu_product_kernel(owner, used, x, weights, y, *, step: int, tile: int, transposed: bool) -> None:
@@ -229,11 +261,121 @@ def _warps(rows: int) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(num_warps=8 if rows > 64 else 4, num_stages=3)
 
 
+# ------------------------------------------------------------------------------------- Hopper GPUs (Pallas, Mosaic GPU)
+
+
+def _hopper_takes(x: jax.Array, weights: jax.Array, transposed: bool) -> bool:
+    """True for whole tiles of a type that Hopper's tensor cores multiply."""
+    columns, itemsize = weights.shape[1 if transposed else 2], x.dtype.itemsize
+    whole = x.shape[1] == HOPPER_ROWS and columns % HOPPER_COLUMNS == 0 and x.shape[2] % (DEPTH_BYTES // itemsize) == 0
+    return whole and x.dtype == weights.dtype and x.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def hopper_product(
+    x: jax.Array, weights: jax.Array, starts: jax.Array, first: jax.Array, *, transposed: bool, interpret: Any = None
+) -> jax.Array:
+    """Two groups of warps multiply what a third one fetches; a core's program goes from tile to tile.
+
+    On an H200 a quarter faster than `gpu_product`, and equal to it bit by bit.
+    """
+    from jax.experimental.pallas import mosaic_gpu as hopper  # slow to import, and of use on Hopper only
+
+    blocks, size, depth = x.shape
+    columns = weights.shape[1 if transposed else 2]
+    kernel = hopper.kernel(
+        functools.partial(_hopper_product_kernel, hopper, transposed=transposed),
+        out_type=jax.ShapeDtypeStruct((blocks * size, columns), x.dtype),
+        grid=(HOPPER_CORES,),
+        grid_names=("core",),
+        num_threads=3,
+        thread_name="warps",
+        compiler_params=hopper.CompilerParams(lowering_semantics=hopper.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+    )
+    y = kernel(_owners(starts, blocks) + first, starts[-1:], x.reshape(-1, depth), weights)
+    # XLA would run a kernel twice whose result is used and kept by a loop: the second time to write it in place.
+    return _vary(jax.lax.optimization_barrier(y).reshape(blocks, size, columns), _varying(x))
+
+
+def _hopper_product_kernel(hopper: Any, owner, used, x, weights, y, *, transposed: bool) -> None:
+    size, columns, half = HOPPER_ROWS, HOPPER_COLUMNS, HOPPER_ROWS // 2
+    step, part = DEPTH_BYTES // x.dtype.itemsize, DEPTH_BYTES // y.dtype.itemsize
+    layout = (hopper.TilingTransform((8, step)), hopper.SwizzleTransform(DEPTH_BYTES))  # of all tiles in shared memory
+    fetched = (columns, step) if transposed else (step, columns)
+
+    def pipeline(multiply: Callable, around: Callable) -> Any:
+        """`multiply` for one step of the sum after the other, in `around`, which holds the sum."""
+        return hopper.emit_pipeline_warp_specialized(
+            multiply,
+            grid=(x.shape[1] // step,),
+            memory_registers=40,
+            in_specs=[
+                hopper.BlockSpec((size, step), lambda i: (0, i), transforms=layout, memory_space=hopper.SMEM),
+                hopper.BlockSpec(
+                    fetched,
+                    lambda i: (0, i) if transposed else (i, 0),
+                    transforms=layout,
+                    memory_space=hopper.SMEM,
+                ),
+            ],
+            wg_axis="warps",
+            num_compute_wgs=2,
+            max_concurrent_steps=HOPPER_STAGES,
+            compute_context=around,
+        )
+
+    def nothing(*_: Any) -> None: ...  # what is fetched needs the same room whatever is done with it
+
+    @functools.partial(
+        pl.run_scoped,
+        room=pipeline(nothing, nothing).get_allocations(x, weights.at[0]),
+        written=hopper.SMEM((2, 2, half, part), y.dtype, transforms=layout),
+        collective_axes="warps",
+    )
+    def _(room: Any, written: Any) -> None:
+        warps = jax.lax.axis_index("warps")
+        tiles = y.shape[1] // columns
+
+        @hopper.nd_loop((used[0] * tiles,), collective_axes="core")
+        def _(place: Any) -> None:
+            # Neighbours share rows, and next ones the expert's matrix.
+            block, tile = jax.lax.div(place.index[0], tiles), jax.lax.rem(place.index[0], tiles)
+            rows, across = pl.ds(block * size, size), pl.ds(tile * columns, columns)
+            mine = pl.ds(warps * half, half)  # rows of this group of warps
+
+            def around(run: Callable) -> None:
+                @functools.partial(pl.run_scoped, total=hopper.ACC((half, columns)))
+                def _(total: Any) -> None:
+                    run(total)
+                    result = total[...].astype(y.dtype)
+                    hopper.wait_smem_to_gmem(0, wait_read_only=True)
+                    for number in range(columns // part):
+                        hopper.wait_smem_to_gmem(1, wait_read_only=True)
+                        piece, to = written.at[warps, number % 2], slice(number * part, (number + 1) * part)
+                        piece[...] = result[:, to]
+                        hopper.commit_smem()
+                        hopper.copy_smem_to_gmem(piece, y.at[rows, across].at[mine].at[:, to])
+
+            def multiply(_: Any, left: Any, right: Any, total: Any) -> Any:
+                hopper.wgmma(total, left.at[mine], hopper.transpose_ref(right, (1, 0)) if transposed else right)
+                hopper.wgmma_wait(0)
+                return total
+
+            matrix = weights.at[owner[block]]
+            cut = matrix.at[across] if transposed else matrix.at[:, across]
+            pipeline(multiply, around)(x.at[rows], cut, allocations=room)
+
+    hopper.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 # ----------------------------------------------------------------------------------------------------------------- TPUs
 
 
-def ragged_product(x: jax.Array, weights: jax.Array, starts: jax.Array, *, transposed: bool) -> jax.Array:
+def ragged_product(
+    x: jax.Array, weights: jax.Array, starts: jax.Array, first: jax.Array, *, transposed: bool
+) -> jax.Array:
     """XLA's own product, which its TPU compiler keeps grouped."""
+    weights = jax.lax.dynamic_slice_in_dim(weights, first, starts.size - 1)
     flat, sizes = x.reshape(-1, x.shape[2]), jnp.diff(starts) * x.shape[1]
     y = jax.lax.ragged_dot(flat, weights.swapaxes(1, 2) if transposed else weights, sizes)
     return y.reshape(*x.shape[:2], -1)

@@ -4,6 +4,7 @@ Choices are sorted by expert, and each expert's run of rows is padded to whole b
 expert, and the layer's maps are products of blocks with their expert's matrix: the work is that of what was chosen.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,11 +22,15 @@ BLOCK_ROWS = (16, 128)  # fewest, which is the least that a tensor core takes, a
 
 
 class ExpertMap(NamedTuple):
-    """A linear map of every expert, x W, or x W + (x A) B where it has an adapter."""
+    """A linear map of every expert, x W, or x W + (x A) B where it has an adapter.
 
-    weight: Float[Array, "experts in out"]
+    With `layer` the matrices W, frozen ones, are those of all layers, of which it has that one's.
+    """
+
+    weight: Float[Array, "*layers experts in out"]
     a: Float[Array, "experts in rank"] | None = None
     b: Float[Array, "experts rank out"] | None = None
+    layer: Int[Array, ""] | None = None
 
 
 def route(
@@ -119,29 +124,31 @@ def mix_experts(
     activate: Activate,
     first: int | Int[Array, ""] = 0,
     total: int | None = None,
+    on_hopper: bool = False,
 ) -> Float[Array, "tokens hidden"]:
     """sum over a token's chosen experts e of weight_e * (activate(x G_e) * x U_e) D_e, for the experts at hand.
 
     Those are `first` and the following, of `total`; choices of others add nothing. The weight is put before the last
     map, which is linear: the backward pass then needs nothing of what that map gave.
     """
-    at_hand = gate.weight.shape[0]
+    at_hand = gate.weight.shape[-3]
     place, source, starts = lay_out(chosen, first, at_hand, total or at_hand)
     grouped = spread(x, place, source)
-    opened, passed = (checkpoint_name(grouped_map(grouped, each, starts), "chosen") for each in (gate, up))
+    through = functools.partial(grouped_map, starts=starts, on_hopper=on_hopper)
+    opened, passed = (checkpoint_name(through(grouped, each), "chosen") for each in (gate, up))
     by_row = spread(weights.reshape(-1, 1), place.reshape(-1, 1), source)
-    return collect(grouped_map(activate(opened) * passed * by_row, down, starts), place, source)
+    return collect(through(activate(opened) * passed * by_row, down), place, source)
 
 
 def grouped_map(
-    x: Float[Array, "blocks size in"], each: ExpertMap, starts: Int[Array, "experts_and_1"]
+    x: Float[Array, "blocks size in"], each: ExpertMap, starts: Int[Array, "experts_and_1"], *, on_hopper: bool
 ) -> Float[Array, "blocks size out"]:
     """Each block through the map of its expert, in the precision of x; see `grouped_product`."""
-    y = grouped_product(x, each.weight, starts)
+    product = functools.partial(grouped_product, starts=starts, on_hopper=on_hopper)
+    y = product(x, each.weight, layer=each.layer)
     if each.a is None or each.b is None:
         return y
-    low = grouped_product(x, each.a.astype(x.dtype), starts)
-    return y + grouped_product(low, each.b.astype(x.dtype), starts)
+    return y + product(product(x, each.a.astype(x.dtype)), each.b.astype(x.dtype))
 
 
 def mixture(
@@ -154,16 +161,18 @@ def mixture(
     experts: Experts,
     activate: Activate,
     placement: Placement | None,
+    on_hopper: bool = False,
 ) -> Float[Array, "rows tokens hidden"]:
-    """The feed-forward map of a layer with experts, on any mesh.
+    """The feed-forward map of a layer with experts, on any mesh. `on_hopper`: see `grouped_product`.
 
     On a mesh each device holds some experts: it gathers the tokens of its neighbours along `expert`, adds what its
     experts make of them, and the sums are scattered back.
     """
     maps = (gate, up, down)
+    options: Any = {"activate": activate, "on_hopper": on_hopper}
     if placement is None or placement.mesh.size == 1:
         flat = x.reshape(-1, x.shape[-1])
-        return mix_experts(flat, *route(flat, router, experts), *maps, activate=activate).reshape(x.shape)
+        return mix_experts(flat, *route(flat, router, experts), *maps, **options).reshape(x.shape)
     rules = placement.rules
 
     def local(x: jax.Array, router: jax.Array, *maps: ExpertMap) -> jax.Array:
@@ -172,8 +181,8 @@ def mixture(
         if rules.expert_ffn is not None:  # each part of the maps has its own gradient of x: they are summed here
             arrays = tuple(jax.lax.pcast(array, rules.expert_ffn, to="varying") for array in arrays)
         gathered = (jax.lax.all_gather(array, "expert", tiled=True) for array in arrays)
-        first = jax.lax.axis_index("expert") * maps[0].weight.shape[0]
-        mixed = mix_experts(*gathered, *maps, activate=activate, first=first, total=experts.count)
+        first = jax.lax.axis_index("expert") * maps[0].weight.shape[-3]
+        mixed = mix_experts(*gathered, *maps, first=first, total=experts.count, **options)
         mixed = jax.lax.psum_scatter(mixed, "expert", tiled=True)
         return (mixed if rules.expert_ffn is None else jax.lax.psum(mixed, rules.expert_ffn)).reshape(x.shape)
 
@@ -181,9 +190,11 @@ def mixture(
 
     def laid_out(each: ExpertMap, axis_in: str | None, axis_out: str | None) -> Any:
         """Specs in the place of a map's arrays."""
-        axes = ((axis_in, axis_out), (axis_in, "rank"), ("rank", axis_out))
-        arrays, form = jax.tree.flatten(each)
-        return jax.tree.unflatten(form, [rules.spec(("act_experts", *pair)) for pair in axes[: len(arrays)]])
+        before = ("layers",) * (each.weight.ndim - 3)
+        pairs = ((*before, "act_experts", axis_in, axis_out), ("act_experts", axis_in, "rank"))
+        axes: Any = (*pairs, ("act_experts", "rank", axis_out), ())
+        specs: Any = (None if x is None else rules.spec(of) for x, of in zip(each, axes, strict=True))
+        return ExpertMap(*specs)
 
     outward, inward = (None, "expert_ffn"), ("expert_ffn", None)
     of_maps = (laid_out(each, *axes) for each, axes in zip(maps, (outward, outward, inward), strict=True))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # not public yet
 from tiny_models import TINY
 
 from flowjax.models import grouped
@@ -53,7 +54,7 @@ def _part(maps: list[ExpertMap], first: int, count: int) -> list[ExpertMap]:
 
 def _dense(x, router, maps: list[ExpertMap], *, experts: Experts) -> jax.Array:
     """Every expert for every token, weighted by the router's choice or by zero; adapters are added to the matrices."""
-    gate, up, down = (weight if a is None or b is None else weight + a @ b for weight, a, b in maps)
+    gate, up, down = (weight if a is None or b is None else weight + a @ b for weight, a, b, _ in maps)
     scores = jax.nn.softmax(x @ router, axis=-1)
     kept = jnp.where(scores >= jnp.sort(scores, axis=-1)[:, -experts.per_token, None], scores, 0)
     if experts.normalise:
@@ -108,11 +109,11 @@ def test_every_form_of_a_grouped_product_is_each_experts_own(dtype):
     ]
 
     @jax.jit
-    def run(x, weights, g, starts):
+    def run(x, weights, g, starts, first):
         return [
             (
-                multiply(x, weights, starts, transposed=False),
-                multiply(g, weights, starts, transposed=True),
+                multiply(x, weights, starts, first, transposed=False),
+                multiply(g, weights, starts, first, transposed=True),
                 multiply_pairs(x, g, starts),
             )
             for multiply, multiply_pairs in forms
@@ -122,6 +123,7 @@ def test_every_form_of_a_grouped_product_is_each_experts_own(dtype):
     shapes = ((14, 16, depth), (6, depth, columns), (14, 16, columns))
     x, weights, g = (jnp.asarray(random.normal(size=shape) / math.sqrt(depth), dtype) for shape in shapes)
     wide = [np.asarray(array, np.float64) for array in (x, weights, g)]
+    among = jnp.concatenate([jnp.full_like(weights, jnp.nan), weights, jnp.full_like(weights, jnp.nan)])
     for counts in _routings():
         owner = np.repeat(np.arange(6), counts)
         used = len(owner)
@@ -129,11 +131,50 @@ def test_every_form_of_a_grouped_product_is_each_experts_own(dtype):
         np.add.at(pairs, owner, np.einsum("bri,bro->bio", wide[0][:used], wide[2][:used]))
         wanted = (wide[0][:used] @ wide[1][owner], wide[2][:used] @ wide[1][owner].swapaxes(1, 2), pairs)
         starts = jnp.asarray([0, *np.cumsum(counts)], jnp.int32)
-        for results in run(x.at[used:].set(jnp.nan), weights, g.at[used:].set(jnp.nan), starts):
+        undefined = (x.at[used:].set(jnp.nan), weights, g.at[used:].set(jnp.nan))
+        for results in (*run(*undefined, starts, 0), *run(undefined[0], among, undefined[2], starts, 6)):
             for result, right in zip(results, wanted, strict=True):
                 assert result.dtype == x.dtype
                 bound = tolerance * max(np.abs(right).max(initial=0), 1)
                 np.testing.assert_allclose(np.asarray(result, np.float64)[: len(right)], right, rtol=0, atol=bound)
+
+
+def test_hoppers_product_is_each_experts_own(monkeypatch):
+    """Two programs for three tiles, sums of more steps than are on their way, an expert without rows.
+
+    The interpreter, which simulates a GPU's threads and their waiting for each other, knows no transposed matrices.
+    """
+    monkeypatch.setattr(grouped, "HOPPER_CORES", 2)
+    random = np.random.default_rng(0)
+    x, weights = (jnp.asarray(random.normal(size=shape) / 16, jnp.bfloat16) for shape in ((4, 128, 384), (6, 384, 256)))
+    weights = weights.at[:2].set(jnp.nan).at[5].set(jnp.nan)  # of other layers
+    starts = jnp.asarray([0, 1, 1, 3], jnp.int32)  # the fourth block is nobody's
+    assert grouped._hopper_takes(x, weights, transposed=False)
+    product = functools.partial(grouped.hopper_product, transposed=False, interpret=InterpretGPUParams())
+    found = jax.jit(product)(x, weights, starts, jnp.int32(2))[:3]
+    wide, own = (np.asarray(array, np.float64) for array in (x[:3], weights[2 + np.array([0, 2, 2])]))
+    np.testing.assert_allclose(found.astype(np.float64), wide @ own, rtol=4e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("width", "kernels"), [(256, 5), (128, 2)])
+def test_hoppers_product_is_in_both_passes_where_its_tiles_fit(width, kernels):
+    """Of the experts' three maps forwards and three backwards, down's first one is not needed for gradients.
+
+    Experts as wide as half a tile leave it the two with as many columns as tokens have numbers.
+    """
+    maps = [ExpertMap(jnp.zeros((2, COUNT, *size), jnp.bfloat16), layer=jnp.int32(1)) for size in ((256, width),) * 2]
+    maps.append(ExpertMap(jnp.zeros((2, COUNT, width, 256), jnp.bfloat16), layer=jnp.int32(1)))
+    x, weights, chosen = (
+        jnp.zeros((1024, 256), jnp.bfloat16),
+        jnp.ones((1024, 1), jnp.bfloat16),
+        jnp.zeros((1024, 1), jnp.int32),
+    )
+
+    def total(x, maps):
+        return mix_experts(x, weights, chosen, *maps, activate=jax.nn.silu, on_hopper=True).sum()
+
+    lowered = jax.jit(jax.grad(total)).trace(x, maps).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @mosaic_gpu", lowered)) == kernels
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -315,3 +356,20 @@ def test_layers_become_few_scans(layers, dense, blocks):
 def test_more_choices_than_experts_are_refused():
     with pytest.raises(ModelError, match="experts per token is 5 and there are 4 experts"):
         dataclasses.replace(TINY, experts=Experts(4, 5, 8))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_experts_are_not_cut_out_of_their_stack(frozen):
+    config = dataclasses.replace(TINY, layers=6, experts=Experts(COUNT, 2, 40))
+    lora = Lora(4, 4.0, targets=("q_proj",)) if frozen else None
+    model = Decoder(config, lora=lora, remat="layer", key=jax.random.key(0))
+    graph, trained, rest = nnx.split(model, LoraParam if frozen else nnx.Param, ...)
+    tokens = jnp.ones((1, 32), jnp.int32)
+
+    def total(trained: Any) -> jax.Array:
+        return nnx.merge(graph, trained, rest)(tokens, tokens, tokens).astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(total)).trace(trained).lower(lowering_platforms=("cuda",)).as_text()
+    one_layer = f"{COUNT}x{config.hidden_size}x40"
+    assert f"tensor<6x{one_layer}x" in lowered
+    assert (f"tensor<1x{one_layer}x" in lowered) != frozen
