@@ -100,7 +100,12 @@ def _f1(prediction: str, answer: str, unique: bool) -> float:
 
 # An option begins its line, or stands after another on the same line: "A. wood", "(B) stone", "C) iron", "D: clay".
 _OPTION = re.compile(r"(?:^|(?<=\s))(?:\(([A-J])\)|([A-J])[.):])\s+(?=\S)", re.MULTILINE)
-_LETTER = r"(?:option |choice )?[*(\[{\"'$]*([A-J])(?![\w'])"
+_GOES_ON = "and|as|because|but|by|for|given|if|is|it|not|or|over|since|so|then|which|with"
+_LETTER = (
+    r"(?:option |choice )?[*(\[{\"'$]*([A-J])(?![\w'])"
+    # Bare and before a word that does not go on about it, A is an article and I a person: "Answer: A cat".
+    rf"(?!(?<=[AI])(?<!option .)(?<!choice .) (?!(?:{_GOES_ON})\b)(?-i:[a-z]))"
+)
 # The first of these that a reply has counts; its blanks are one space each.
 _DECLARED = (
     re.compile(rf"answer ?(?:is)? ?[:=]? ?(?:I think )?{_LETTER}", re.IGNORECASE),
@@ -108,6 +113,7 @@ _DECLARED = (
     re.compile(rf"(?=option|choice){_LETTER}[)\]}}\"'*$]* is (?:the )?(?:correct|right|best)", re.IGNORECASE),
 )
 _ALONE = re.compile(r"(?:[Oo]ption|[Cc]hoice)?[*(\[{\"'$\s]*(?:\\(?:text|math)\w*\{)?\(?([A-Ja-j])[)\]}.:\"'*$\s]*")
+_ARTICLE = re.compile(r"(?:an?|the) ")
 _LEADING = re.compile(r"(?:[Oo]ption |[Cc]hoice )?[*(\[]*([A-J])(?:[.;:)\]*]+|,?(?= because| since)) \S")
 
 
@@ -142,8 +148,8 @@ def chosen(reply: str, options: Mapping[str, str]) -> str | None:
 
     In this order: the last `\boxed{}`, or else `<answer>` pair; a reply that is a letter; the last "answer is X", or
     else the last "I choose X", "choice: X" or "option X is correct", of letters that are offered; a reply that begins
-    with a letter as options do, or with one and a reason; a reply that is the text of exactly one option. Letters in
-    words are none.
+    with a letter as options do, or with one and a reason; a reply that is the text of exactly one option, but for an
+    article before it. Letters in words, and articles, are none.
     """
     marked = (last_boxed(reply), last_answer(reply), reply)
     reply = " ".join(next(text for text in marked if text is not None).split())
@@ -158,7 +164,7 @@ def chosen(reply: str, options: Mapping[str, str]) -> str | None:
     elif leading:
         letter = leading.group(1)
     else:
-        same = [letter for letter, text in options.items() if _plain(text) == _plain(reply)]
+        same = _letters_of(_plain(reply), options) or _letters_of(_ARTICLE.sub("", _plain(reply)), options)
         letter = same[0] if len(same) == 1 else None
     return letter if letter in options else None
 
@@ -167,6 +173,10 @@ def right_choice(reply: str, gold: str, options: Mapping[str, str]) -> bool:
     """True if a reply chooses the gold option, which is given by its letter or its text."""
     right = chosen(gold, options)
     return right is not None and chosen(reply, options) == right
+
+
+def _letters_of(words: str, options: Mapping[str, str]) -> list[str]:
+    return [letter for letter, text in options.items() if _plain(text) == words]
 
 
 def _plain(text: str) -> str:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Literal
 
 from flowjax.grading.answers import (
+    chosen,
     exact_match,
     f1_score,
     last_answer,
@@ -91,7 +92,7 @@ class Scorer:
         """The verdict on an answer. `gold` may be several answers, of which the best counts; for code it is the tests.
 
         Raises:
-            ValueError: `gold` is empty, or not what the kind takes.
+            ValueError: `gold` is empty, not what the kind takes, or none of the `options` (by default letters).
             GraderError: formulas cannot be compared here at all, as where math-verify is not installed.
             NoProcessorError: this machine is too busy to compare formulas, or to run programs.
             IsolationError: programs cannot be isolated here, and nobody has accepted that.
@@ -108,8 +109,11 @@ class Scorer:
             case "qa":
                 return words_verdict(answer, golds)
             case "choice":
-                stated = stated_answer(answer)
-                right = any(right_choice(stated, text, options or _LETTERS) for text in golds)
+                stated, offered = stated_answer(answer), options or _LETTERS
+                if not any(chosen(text, offered) for text in golds):  # nobody could be right
+                    said = dict(options) if options else "letters alone"
+                    raise ValueError(f"gold is {gold!r}, but the options are {said}: give a gold of them, or others")
+                right = any(right_choice(stated, text, offered) for text in golds)
                 return Score(right, float(right))
             case "general":
                 words = words_verdict(answer, golds)

@@ -52,6 +52,13 @@ def test_text_and_json_form_are_the_same_workflow(tmp_path: Path, capsys: pytest
     assert drawn.read_text().startswith("<svg")
 
 
+def test_a_choice_has_the_options_that_its_problem_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    problem = ["--problem=What is 6 times 7?\nA. 41\nB. 42", "--kind=choice", "--workflow=Custom -> Format"]
+    with endpoint(lambda body: chat("Answer: 42")) as server:
+        assert main([backends(tmp_path, server.url), *problem]) == 0
+    assert (capsys.readouterr().out, len(server.bodies)) == ("B\n", 1)
+
+
 def test_replies_are_printed_as_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     solved, judged = ("6 times", " 7\nis 4", "2.\nAnswer: 42"), ('{"passed": true,', ' "feedback": "It is."}')
     with endpoint(lambda body: streamed(*solved), lambda body: streamed(*judged)) as server:
@@ -74,6 +81,8 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "Did you mean `Custom`?" in capsys.readouterr().err
         assert main([*options, "--workflow=absent.json"]) == 2
         assert "absent.json cannot be read" in capsys.readouterr().err
+        assert main([*options, "--kind=choice", "--workflow=Custom"]) == 2
+        assert "--problem lists no options" in capsys.readouterr().err
         binary = tmp_path / "binary.json"
         binary.write_bytes(b"\xff")
         assert main([*options, f"--workflow={binary}"]) == 2

@@ -157,6 +157,22 @@ def test_no_choice_is_made_of_a_letter(tmp_path: Path, text: str):
     assert record(tmp_path, problem=text, ground_truth="3", source="math").problem.kind == "math"
 
 
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"ground_truth": "E", "source": "mathqa", "options": "a ) 10 , b ) 12"}, "none of its options"),
+        ({"ground_truth": "7", "source": "own", "choices": ["10", "12"]}, "none of its options"),
+        ({"answer": 1, "source": "own", "choices": ["10", "12"]}, "none of its options"),
+        ({"ground_truth": "C", "source": "mathqa", "problem": "6*2?\nA. 10\nB. 12"}, "none of its options"),
+        ({"ground_truth": "b", "source": "mathqa"}, "it has no options"),
+        ({"ground_truth": "B", "source": "own", "problem_type": "choice"}, "it has no options"),
+    ],
+)
+def test_a_choice_that_nobody_can_get_right_is_left_out(tmp_path: Path, row: dict[str, Any], reason: str):
+    found = read(tmp_path, {"problem": "6*2?", **row})
+    assert not found.records and [each for each in found.left_out if each.endswith(reason)]
+
+
 def test_choices_have_their_options(tmp_path: Path, scorer: Scorer):
     listed = record(tmp_path, problem="6*2?", ground_truth="b", source="mathqa", options="a ) 10 , b ) 12 , c ) 1 , 4")
     assert listed.problem.options == {"A": "10", "B": "12", "C": "1 , 4"}
@@ -166,6 +182,8 @@ def test_choices_have_their_options(tmp_path: Path, scorer: Scorer):
     named = record(tmp_path, problem="6*2?", ground_truth="B", source="own", meta={"choices": ["10", "12"]})
     assert named.problem.options == {"A": "10", "B": "12"}
     assert record(tmp_path, problem="6*2?", ground_truth="12", source="mathqa").problem.kind == "math"
+    no_text = record(tmp_path, problem="6*2?", ground_truth="12", source="own", problem_type="choice")
+    assert no_text.problem.kind == "math"
     unlike = record(tmp_path, problem="Ways?\nA. one\nB. two", ground_truth="7", source="math")
     assert unlike.problem.kind == "math"
 

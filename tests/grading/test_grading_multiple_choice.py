@@ -71,12 +71,29 @@ def test_questions_without_options_have_none(question: str):
         ("George", None),
         ("The capital of France is Paris.", None),
         ("A planet", None),
+        ("Answer: A planet", None),
+        ("The answer is A large planet.", None),
+        ("I think I cannot say", None),
+        ("The answer is A because it is small", "A"),
+        ("I choose A over B", "A"),
+        ("I pick option A to be safe", "A"),
+        ("Answer: A\nJupiter is larger.", "A"),
+        ("the Earth", "D"),
         ("", None),
     ],
 )
 def test_the_chosen_letter(reply: str, letter: str | None):
     assert chosen(reply, OPTIONS) == letter
     assert chosen(stated_answer(reply), OPTIONS) == letter  # as it is graded
+
+
+@pytest.mark.parametrize(
+    ("reply", "letter"),
+    [("Answer: A cat", "B"), ("The answer is a cat.", "B"), ("A dog", "C"), ("A", "A"), ("Answer: (A) cat", "A")],
+)
+def test_an_article_is_no_letter(reply: str, letter: str):
+    assert chosen(stated_answer(reply), {"A": "horse", "B": "cat", "C": "a dog"}) == letter
+    assert chosen(reply, {"A": "horse", "B": "cat", "C": "a dog"}) in (letter, None)
 
 
 def test_letters_that_are_not_offered_are_passed_over():

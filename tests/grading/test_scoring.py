@@ -148,6 +148,15 @@ def test_choices(scorer: Scorer):
     assert scorer.score("b", "B", "choice").correct
 
 
+@pytest.mark.parametrize("options", [{"A": "Mars", "B": "Jupiter"}, {}, None])
+@pytest.mark.parametrize("gold", ["Saturn", ["Saturn", "K"]])
+def test_a_gold_that_is_not_offered_is_refused(scorer: Scorer, options: dict[str, str] | None, gold: str | list[str]):
+    said = "Jupiter" if options else "letters alone"
+    with pytest.raises(ValueError, match=f"gold is .*Saturn.*, but the options are .*{said}"):
+        scorer.score("Saturn", gold, "choice", options=options)
+    assert scorer.score("B", [*([gold] if isinstance(gold, str) else gold), "B"], "choice", options=options).correct
+
+
 def test_programs_are_judged_by_their_results(scorer: Scorer):
     assert scorer.score("```python\ndef double(x):\n    return 2 * x\n```", DOUBLE, "code") == Score(True, 1.0)
     thought = "<think>```python\ndef double(x):\n    return 2 * x\n```</think>"

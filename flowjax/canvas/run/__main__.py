@@ -30,6 +30,7 @@ from flowjax.canvas.graph import WorkflowError
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
 from flowjax.canvas.run import run
 from flowjax.canvas.values import NodeEvent, Problem, ProblemKind, WorkflowRun
+from flowjax.grading.answers import options_of
 
 
 async def _run(arguments: argparse.Namespace) -> tuple[WorkflowRun, dict[str, Callable[[], str]]]:
@@ -39,7 +40,9 @@ async def _run(arguments: argparse.Namespace) -> tuple[WorkflowRun, dict[str, Ca
     text = arguments.problem
     text = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
     config, default = read_backends(arguments.backends)
-    problem = Problem(text, arguments.kind)
+    problem = Problem(text, arguments.kind, options=options_of(text) if arguments.kind == "choice" else {})
+    if arguments.kind == "choice" and not problem.options:
+        raise WorkflowError("--kind=choice: --problem lists no options: put each on a line, such as `A. red`")
     async with open_backends(config) as backends:
         if faults := problems(workflow, operators, backends):
             raise WorkflowError(" ".join(faults))

@@ -194,10 +194,15 @@ def _record(
     if not gold:
         return "no answer"
     problem = Problem(text, kind, context=_context(fields, text))
-    options = _options(fields, text)
+    listed = fields.get("options") or fields.get("choices")
+    options = _options(listed, text)
     if kind != "qa" and options and all(chosen(answer, options) for answer in gold):
         problem = replace(problem, kind="choice", options=options)
+    elif options and (kind == "choice" or (listed and kind == "general")):
+        return "its answer is none of its options"
     elif kind == "choice":
+        if any(len(answer) == 1 and answer.isalpha() for answer in gold):
+            return "its answer is a letter, and it has no options"
         problem = replace(problem, kind="math")  # a data set of choices, whose options this file has left out
     if name == "squadv2" and UNANSWERABLE not in text.lower():
         problem = replace(problem, text=f"{text}\n\n{_MAY_BE_UNANSWERABLE}")
@@ -230,9 +235,8 @@ def _texts(value: Any, kind: ProblemKind) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def _options(fields: Mapping[str, Any], text: str) -> dict[str, str]:
+def _options(listed: Any, text: str) -> dict[str, str]:
     """Options that the row lists apart, else those in the text."""
-    listed = fields.get("options") or fields.get("choices")
     if isinstance(listed, Mapping):
         return {str(letter).upper(): str(option) for letter, option in listed.items()}
     if isinstance(listed, list):
