@@ -453,18 +453,54 @@ def _short(text: str) -> str:
 # ------------------------------------------------------------------------------------------------ programs in replies
 
 PYTHON = ("python", "python3", "py")
-# Code within a line, or a block. Possessive, and only from a run's first mark on, so that time is linear.
-_FENCED = re.compile(r"(?<!`)(?:```[^`\n]++```|`{3,}+[ \t]*+([^\s`]*+)[^`\n]*+\n(.*?)```)", re.DOTALL)
+# Code within a line, or a block's first line. Possessive, and only from a run's first mark on, so that time is linear.
+_FENCE = re.compile(r"(?<!`)(`{3,}+)(?:[^`]++\1|[ \t]*+([^\s`]*+)[^`]*+$)")
+_NEXT_BLOCK = re.compile(r"`{3,}+\w[^\s`]*+\s*$")
 
 
 def fenced_blocks(text: str, languages: Sequence[str] = PYTHON) -> list[str]:
     """Contents of a text's fenced blocks that name one of the languages; of those that name none where none does so.
 
-    Blocks of other languages are read to their ends, too: else the text between two of them would pass for a block.
+    Blocks that hold nothing are none. Those of other languages are read to their ends, too: else the text between two
+    of them would pass for a block.
     """
-    found = [(block[1].casefold(), block[2].strip("\r\n")) for block in _FENCED.finditer(text) if block[2] is not None]
+    found = [(language, content) for language, content in _blocks(text) if content.strip()]
     named = [content for language, content in found if language in languages]
     return named or [content for language, content in found if not language]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and content of each block that has an end, read as Markdown is: by lines, the margin left out."""
+    fence, language, margin, lines = "", "", 0, []
+    for line in text.split("\n"):
+        start = 0
+        if fence:
+            end = _end_of_block(line, fence, margin)
+            if end is None or line[:end].strip():
+                lines.append(line[:margin].lstrip(" \t") + line[margin:end])
+            if end is None:
+                continue
+            yield language, "\n".join(lines).strip("\r\n")
+            fence = ""
+            # Begins the next block, where the last one was not ended.
+            start = end if _NEXT_BLOCK.match(line, end) else len(line) - len(line[end:].lstrip("`"))
+        for begun in _FENCE.finditer(line, start):
+            if begun[2] is not None:
+                margin = len(line) - len(line.lstrip(" \t"))
+                fence, language, lines = begun[1], begun[2].casefold(), []
+
+
+def _end_of_block(line: str, fence: str, margin: int) -> int | None:
+    """The place at which a line ends a block, None where it does not.
+
+    A fence begins the line or ends it, behind code that has none. One further to the right, as in a docstring, or
+    within a line of code belongs to the program.
+    """
+    at = line.find(fence)
+    if at < 0:
+        return None
+    ends = not line[at:].strip().strip("`") if line[:at].strip() else at <= margin + 3  # 3 as in Markdown
+    return at if ends else None
 
 
 # ---------------------------------------------------------------------------------------- assert statements taken apart

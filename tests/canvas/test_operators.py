@@ -231,6 +231,7 @@ def test_programs_keep_their_imports():
     assert program_of("def f():\n    return 1") == "def f():\n    return 1"
     assert program_of("I would write a loop.") is None
     assert program_of("It prints the answer") is None
+    assert program_of("```python\na = '```'\n```\nIt prints nothing:\n```python\n```") == "a = '```'"
     assert program_of("```python\na = 1\n```\nBetter:\n```python\na = 2\n```") == "a = 2"
     assert program_of("Of\n```text\n1\n```\nit makes\n```python\na = 2\n```\nwhich prints\n```\n2\n```") == "a = 2"
 

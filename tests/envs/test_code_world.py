@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import string
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,9 @@ def test_deepcoders_problems_from_livecodebench_call_a_function():
     assert printed.suite.entry == "" and printed.suite.cases == (Lines(*calls[0]),)
 
 
+FENCED = 'def f(x):\n    """Like this.\n\n    ```python\n    f(1)\n    ```\n    """\n    return x'
+
+
 @pytest.mark.parametrize(
     ("reply", "program"),
     [
@@ -367,6 +371,19 @@ def test_deepcoders_problems_from_livecodebench_call_a_function():
         ("```bash\npip install it\n```\n```Python\nx = 1\n```", "x = 1"),
         ("```python\nx = 1\n```\nIt prints\n```\n3\n```", "x = 1"),
         ("Not ```y = 2``` but\n```\nx = 1\n```", "x = 1"),
+        ("```python\nx = 1\n```\nThat is all.\n```python\n```", "x = 1"),
+        ("```\nx = 1\n```\n```\n\n```", "x = 1"),
+        ("```python\n```\n```\nx = 1\n```", "x = 1"),
+        (f"```python\n{FENCED}\n```", FENCED),
+        ("```python\nx = '```'\n# ends by ``` here\n```", "x = '```'\n# ends by ``` here"),
+        (f"1. So:\n\n   ```python\n{textwrap.indent(FENCED, '   ')}\n   ```\n2. Done", FENCED),
+        ('````python\nx = """\n```\n"""\n````\n', 'x = """\n```\n"""'),
+        ("````text\n```python\nx = 0\n```\n````\n```python\nx = 1\n```", "x = 1"),
+        ("Not ````y```` but\r\n```python\r\nx = 1\r\n```\r\n", "x = 1"),
+        ("<answer>```python\nx = 1\n```</answer>", "x = 1"),
+        ("```python\nx = 1```\nIt prints\n```\n3\n```", "x = 1"),
+        ("```python\nx = 0\n\nBetter:\n```python\nx = 1\n```", "x = 1"),
+        ("```python\nx = 0\n``` or ```python\nx = 1\n  ``` so", "x = 1"),
         ("```json\n[1]\n```", None),
         ("```python\nnot closed", None),
         ("hello", None),

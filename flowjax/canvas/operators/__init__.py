@@ -231,7 +231,7 @@ def program_of(reply: str) -> str | None:
     """The last block of Python, or the whole reply where it is a program itself; None where there is none."""
     text = without_thoughts(reply)
     if blocks := fenced_blocks(text):
-        return blocks[-1] or None
+        return blocks[-1]
     module = parse_quietly(text)
     is_program = module is not None and any("=" in text or hasattr(node, "body") for node in module.body)
     return text if is_program else None
