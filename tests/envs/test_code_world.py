@@ -365,6 +365,7 @@ FENCED = 'def f(x):\n    """Like this.\n\n    ```python\n    f(1)\n    ```\n    
         ("```\nx = 1\n```", "x = 1"),
         ("<think>```python\nx = 0\n```</think> <answer>x = 1</answer>", "x = 1"),
         ("I say <answer>\ndef f(x): return x\n</answer>", "def f(x): return x"),
+        ("<ANSWER> def f(x): return x </ANSWER>", "def f(x): return x"),
         ("def f ( x ) : return x", "def f ( x ) : return x"),
         ("def f ( x ) : x = x + ; return x", "def f ( x ) : x = x + ; return x"),
         ("The input:\n```text\n1 2\n```\nThe program:\n```python\nx = 1\n```", "x = 1"),

@@ -42,7 +42,7 @@ from flowjax.envs.code.problems import (
     program_words,
 )
 from flowjax.fields import Interval
-from flowjax.grading.answers import without_thoughts
+from flowjax.grading.answers import last_answer, without_thoughts
 from flowjax.grading.code import (
     CASE_CPU_S,
     JUDGE_LIMITS,
@@ -238,7 +238,7 @@ class Code(World):
         whole reply where that is Python that does something."""
         reply = without_thoughts(reply)
         blocks = fenced_blocks(reply)
-        found = blocks[-1] if blocks else _answer(reply)
+        found = blocks[-1] if blocks else last_answer(reply)
         if found is None and _does_something(reply.strip()):
             found = reply.strip()
         return found if found and runnable(found) else None
@@ -450,13 +450,6 @@ def _escaped(text: str) -> str:
 def runnable(program: str) -> bool:
     """Can the sandbox be given the program?"""
     return bool(program.strip()) and "\0" not in program and len(program) <= MAX_PROGRAM_CHARACTERS
-
-
-def _answer(reply: str) -> str | None:
-    """The contents of the last `<answer>` pair."""
-    end = reply.rfind("</answer>")
-    start = reply.rfind("<answer>", 0, max(end, 0))
-    return reply[start + len("<answer>") : end].strip("\r\n") if start >= 0 else None
 
 
 def _does_something(text: str) -> bool:
