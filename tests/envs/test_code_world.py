@@ -17,7 +17,7 @@ from two_processes import printed_in_two_processes
 from data.code.build import build
 from flowjax.envs import EnvDied, Past, Split, WorldError
 from flowjax.envs.code import Code
-from flowjax.envs.code.problems import OPERATIONS, PROBES, Recipe, draw, problem_of
+from flowjax.envs.code.problems import OPERATIONS, PROBES, Recipe, draw, generated_problem, problem_of
 from flowjax.envs.code.world import LEGAL, CodeOptions, _problem, action_of_tests, normalised
 from flowjax.envs.pool import EnvPool
 from flowjax.grading.code import CallCase, Check, Lines, Verdict, judge
@@ -352,6 +352,17 @@ def test_deepcoders_problems_from_livecodebench_call_a_function():
     assert judge(program, problem.suite, allow_none=WITHOUT).success
     printed = problem_of({**row, "tests": [{**tests[0], "testtype": "stdin", "metadata": {}}]})
     assert printed.suite.entry == "" and printed.suite.cases == (Lines(*calls[0]),)
+
+
+@pytest.mark.parametrize("kind", OPERATIONS)
+@pytest.mark.parametrize("cases", [1, 8, 40, 100])
+def test_generated_problems_have_as_many_tests_as_are_asked_for(kind: str, cases: int):
+    for seed in range(5):
+        recipe = draw(np.random.default_rng(seed), (kind,), 3)
+        found = generated_problem(recipe, seed, cases=cases, public=1).suite.cases
+        assert len(found) == len(set(map(repr, found))) == cases
+    with pytest.raises(WorldError, match="cases is 101"):
+        Code(cases=101)
 
 
 FENCED = 'def f(x):\n    """Like this.\n\n    ```python\n    f(1)\n    ```\n    """\n    return x'

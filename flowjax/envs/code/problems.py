@@ -421,12 +421,12 @@ def _any(rng: np.random.Generator, kinds: Sequence[str], most_steps: int) -> Rec
 
 
 def generated_problem(recipe: Recipe, seed: int, *, cases: int, public: int) -> CodeProblem:
-    """The problem and its tests: inputs of the task's own, then probes, in an order that the seed fixes."""
+    """The problem and its tests: inputs of the task's own, then probes, then more, in an order that the seed fixes."""
     rng = np.random.default_rng(seed)
-    private = [_input(rng, recipe.kind) for _ in range(cases // 2)]
-    order = rng.permutation(len(PROBES[recipe.kind]))
-    drawn = (*private, *(PROBES[recipe.kind][i] for i in order))
-    inputs = {repr(x): x for x in drawn}  # each once: no public test comes again among the hidden ones
+    drawn = [_input(rng, recipe.kind) for _ in range(cases // 2)]
+    drawn += [PROBES[recipe.kind][i] for i in rng.permutation(len(PROBES[recipe.kind]))]
+    while len(inputs := {repr(x): x for x in drawn}) < cases:  # each once: no public test is hidden as well
+        drawn += [_input(rng, recipe.kind) for _ in range(cases)]
     calls = tuple(CallCase((x,), recipe.value(x)) for x in list(inputs.values())[:cases])
     return CodeProblem(recipe.statement(), Suite(calls, ENTRY), public, 0, recipe.program())
 

@@ -85,7 +85,7 @@ class CodeOptions:
     held_out_path: str = ""
     kinds: Sequence[str] = ("int", "list", "text")
     steps: Annotated[int, Interval(at_least=1)] = 3
-    cases: Annotated[int, Interval(at_least=1)] = 8
+    cases: Annotated[int, Interval(at_least=1, at_most=100)] = 8  # there are 101 different integers to ask for
     public_tests: Annotated[int, Interval(at_least=0)] = 2
     attempts: Annotated[int, Interval(at_least=1)] = 1
     case_cpu_s: float = CASE_CPU_S
