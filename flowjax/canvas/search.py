@@ -59,7 +59,7 @@ from flowjax.canvas.problem_rows import (
 )
 from flowjax.canvas.text import parse, show
 from flowjax.envs import WorldError
-from flowjax.envs.canvas.problem_files import Record
+from flowjax.envs.canvas.problem_files import Record, alike
 from flowjax.files import replace_file
 
 MAX_NODES = 16  # of a workflow; larger ones are not proposed
@@ -363,12 +363,12 @@ def read_data(arguments: argparse.Namespace) -> Data:
         WorldError: there are none, or too few.
     """
     held_out, left_out = read_problems(Path(arguments.held_out), 0, arguments.packages, flag="--held_out")
-    texts = {record.problem.text for _, record in held_out}
+    known = {alike(record) for _, record in held_out}
     data = Path(arguments.data)
     data = data / "train.jsonl" if (data / "train.jsonl").is_file() else data
     found, more_left_out = read_problems(data, 0, arguments.packages)
-    usable = list({record.problem.text: (file, record) for file, record in found}.values())
-    usable = [(file, record) for file, record in usable if record.problem.text not in texts]
+    usable = list({alike(record): (file, record) for file, record in found}.values())
+    usable = [(file, record) for file, record in usable if alike(record) not in known]
     if left := len(found) - len(usable):
         print(f"{left} problems of --data are left out: they are in --held_out, or there twice", file=sys.stderr)
     count = arguments.problems

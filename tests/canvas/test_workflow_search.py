@@ -1,5 +1,6 @@
 """A search over workflows: what it draws, what it counts, and that it finds what is better."""
 
+import argparse
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -119,6 +120,15 @@ def test_what_helps_is_found_on_problems_that_are_not_held_out(tmp_path, command
     # Problems 10 and 11 are held out: what decides saw neither them nor the rest of the test file.
     kept = [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()]
     assert {row["row"] for row in kept if row["file"] == "train.jsonl"} <= set(range(1, 11))
+
+
+def test_a_problem_in_other_letters_or_blanks_is_held_out(tmp_path, command, capsys):
+    test = tmp_path / "test.jsonl"
+    test.write_text(test.read_text().replace("Problem", "PROBLEM ").replace("and 2", "AND 2"))
+    named = argparse.Namespace(data=str(tmp_path / "train.jsonl"), held_out=str(test), problems=5, packages=(), seed=0)
+    data = search.read_data(named)
+    assert {record.row for _, record in (*data.wanted, *data.further)} == set(range(1, 11))
+    assert "2 problems of --data are left out" in capsys.readouterr().err
 
 
 def test_the_same_command_again_asks_nothing_and_finds_the_same(tmp_path, command, known):

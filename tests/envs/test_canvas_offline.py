@@ -177,6 +177,15 @@ def test_no_problem_is_trained_on_that_is_held_out_in_other_letters_or_blanks(tm
     assert len(Canvas(path=str(tmp_path)).tasks("train", 0)) == 1
 
 
+def test_a_question_in_other_letters_or_blanks_is_on_the_same_side_of_a_single_file(tmp_path: Path):
+    texts = [f"Who won {form} {number}?" for number in range(40) for form in ("game", " GAME ")]
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps({"question": text, "answer": "Ann", "source": "nq"}) + "\n" for text in texts))
+    sides = [Canvas(path=str(file)).tasks(split, 0) for split in ("train", "held_out")]
+    rows = [{task.payload["row"] // 2 for task in side if task} for side in sides]
+    assert all(rows) and not rows[0] & rows[1]
+
+
 def test_one_question_about_two_passages_is_two_states(tmp_path: Path):
     lines = [
         json.dumps({"question": "Who won?", "context": context, "answer": "Ann", "problem_type": "qa"})

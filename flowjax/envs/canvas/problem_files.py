@@ -147,6 +147,11 @@ def content_of(record: Record) -> str:
     return f"{state_key('problem', record.problem.text):x}"
 
 
+def alike(record: Record) -> str:
+    """Equal for rows whose problems differ by case and blanks alone: no split has what another one has."""
+    return " ".join(record.problem.text.casefold().split())
+
+
 def record_of(payload: Mapping[str, Any]) -> Record:
     """The row of a task that `Canvas` has made of a file.
 

@@ -48,7 +48,7 @@ from flowjax.envs.canvas import exercises, experts
 from flowjax.envs.canvas.env import COUNTS, GRACE_S, OUTCOMES, CanvasEnv, failed_step
 from flowjax.envs.canvas.executors import bases_of_run, open_executors, price_list, relative_prices
 from flowjax.envs.canvas.experts import NAMES, Expert
-from flowjax.envs.canvas.problem_files import content_of, records
+from flowjax.envs.canvas.problem_files import alike, content_of, records
 from flowjax.envs.canvas.texts import (
     EMPTY,
     INSTRUCTION,
@@ -360,23 +360,22 @@ def _row_task(file: Path, packages: tuple[str, ...], rows: Sequence[int], order:
     return Task(f"canvas-{file.stem}-{row}", "canvas", row, payload, kind=record.source)
 
 
-def _alike(problem: Problem) -> str:
-    """Equal for problems that differ by case and blanks alone."""
-    return " ".join(problem.text.casefold().split())
-
-
 def _split_rows(path: Path, split: Split, packages: tuple[str, ...]) -> tuple[Path, list[int]]:
     """The file that a split is in, and its rows: of a single file by content, of a folder those of its own file."""
     if path.is_dir():
         test = path / "test.jsonl"
         file = path / "train.jsonl" if split == "train" else test
-        held_out = {_alike(record.problem) for record in records(str(test), packages)} if split == "train" else set()
+        held_out = {alike(record) for record in records(str(test), packages)} if split == "train" else set()
         found = enumerate(records(str(file), packages))
-        rows = [row for row, record in found if _alike(record.problem) not in held_out]
+        rows = [row for row, record in found if alike(record) not in held_out]
     else:
         file = path
         found = enumerate(records(str(file), packages))
-        rows = [row for row, record in found if exercises.split_of(record.problem.text) == split]
+        sides: dict[str, Split] = {}  # the first of those that are alike decides
+        rows = []
+        for row, record in found:
+            if sides.setdefault(alike(record), exercises.split_of(record.problem.text)) == split:
+                rows.append(row)
     if not rows:
         raise WorldError(f"env.options path={str(path)!r} holds no {split} problems: give another file")
     return file, rows
