@@ -536,9 +536,12 @@ id ::= [A-Za-z_] [A-Za-z0-9_]*
 place ::= id | id ".condition" | id ".true" | id ".false"
 number ::= [0-9] | [1-9] [0-9] | [1-9] [0-9] [0-9]
 """
-_TAGGED_TEXT = """
+# Texts begin with no white space of any script, and hold neither `</` nor `<t`, with which a thinking's tags begin.
+_BLANK = "".join(f"\\u{code:04x}" for code in range(0x3001) if chr(code).isspace())
+_TAGGED_TEXT = f"""
 prompt ::= "<prompt>" text "</prompt>"
-text ::= [^ \\t\\r\\n<] ([^<] | "<"+ [^<\\/])* | "<"+ [^<\\/] ([^<] | "<"+ [^<\\/])*
+text ::= ([^{_BLANK}<] | less) ([^<] | less)*
+less ::= "<"+ [^<\\/t]
 quoted ::= "\\"" ([^"\\\\<&\\r\\n\\t] | "&amp;" | "&lt;" | "&gt;" | "\\\\" ["\\\\nrt])* "\\""
 """
 _COMPACT = """
@@ -548,8 +551,9 @@ delete ::= "delete " id
 modify ::= "modify " id " " (call | "* " count{or_backend})
 prompt ::= "prompt " id " " text
 finish ::= "finish" (" " text)?
-text ::= [^ \\t\\r\\n] [^\\r\\n]*
-quoted ::= "\\"" ([^"\\\\\\r\\n\\t] | "\\\\" ["\\\\nrt])* "\\""
+text ::= ([^{blank}<] | less) ([^\\r\\n<] | less)* "<"*
+less ::= "<"+ [^<\\/t\\r\\n]
+quoted ::= "\\"" ([^"\\\\<\\r\\n\\t] | "<"+ [^"\\\\<\\/t\\r\\n] | "<"* "\\\\" ["\\\\nrt])* "<"* "\\""
 """
 # A conditional's branches: the rule in `<true>` and in `<false>`, whether the second may be left out, and the prompts.
 _WAYS = (("operator", "operator", False, 3), ("operator", '"done"', True, 2), ('"done"', "operator", False, 2))
@@ -568,20 +572,22 @@ def schema(
     one-line form. Brackets may be deeper than what is read.
     """
     others = [name for name, operator in operators.items() if operator.role != "combiner"]
-    named = f'"@" ({_choice(backends)})'
+    plain = [name for name in backends if BACKEND_NAME.fullmatch(name)]
+    quoted = [json.dumps(name) for name in backends if name not in plain]  # which the text of a workflow alone takes
+    named = f'(space "@" ({_choice(plain + (quoted if compact else list(map(_escaped, quoted))))}))?'
     if compact:
-        form = _COMPACT.format(or_backend=f" | {named}" if backends else "")
+        form = _COMPACT.format(blank=_BLANK, or_backend=f' | "@" ({_choice(plain)})' if plain else "")
     else:
-        form = "\n".join([*_tagged_rules(bool(backends)), _TAGGED_TEXT.strip()])
+        form = "\n".join([*_tagged_rules(bool(plain)), _TAGGED_TEXT.strip()])
     rules = [
         form,
         _TEXT_FORM,
         f"operator ::= {_choice(operators)}",
         f"member_operator ::= {_choice(others or operators)}",
-        f'details ::= (space "{{" space quoted space "}}")? {f"(space {named})?" if backends else ""}',
+        f'details ::= (space "{{" space quoted space "}}")? {named if backends else ""}',
     ]
-    if backends and not compact:
-        rules.append(f"backend ::= {_choice(backends)}")
+    if plain and not compact:
+        rules.append(f"backend ::= {_choice(plain)}")
     return {"grammar": "\n".join(rule.strip() for rule in rules) + "\n"}
 
 

@@ -1,5 +1,7 @@
 """The grammar for constrained sampling against strict reading, as xgrammar, vLLM's default, matches it."""
 
+import json
+
 import pytest
 
 from flowjax.canvas.actions import Unreadable, apply, parse, parse_compact, schema
@@ -20,9 +22,9 @@ def matches(grammar: str, text: str) -> bool:
     return _is_grammar_accept_string(xgrammar.Grammar.from_ebnf(grammar), text)
 
 
-def is_done(action) -> bool:
+def is_done(action, backends=BACKENDS) -> bool:
     try:
-        return not isinstance(action, Unreadable) and bool(apply(action, START, LIBRARY, BACKENDS))
+        return not isinstance(action, Unreadable) and bool(apply(action, START, LIBRARY, backends))
     except EditError:
         return False
 
@@ -96,6 +98,46 @@ def test_compact_lines(line: str):
 )
 def test_no_other_lines(line: str):
     assert not matches(schema(LIBRARY, BACKENDS, compact=True)["grammar"], line)
+
+
+# No white space in front, nor what begins or ends a thinking: the readers refuse these, or read another action.
+@pytest.mark.parametrize(
+    "text", ["\u00a0", "\u3000x", "\u2028", "\x1f", "x <think>", "x</think>y", "<think>", "<<think>"]
+)
+def test_texts_that_are_not_read_are_not_offered(text: str):
+    assert not matches(
+        schema(LIBRARY)["grammar"], f"<action>set_prompt</action><target>n1</target><prompt>{text}</prompt>"
+    )
+    assert not matches(schema(LIBRARY, compact=True)["grammar"], f"prompt n1 {text}")
+    if "think" in text:
+        assert not matches(schema(LIBRARY, compact=True)["grammar"], f'add Custom{{"{text}"}}')
+
+
+@pytest.mark.parametrize("text", ["a\u00a0b", "a < b", "x << 2", "<b>", "a &lt;think>", "at/to", "é\u3000"])
+def test_texts_that_are_read_are_offered(text: str):
+    tags = f"<action>set_prompt</action><target>n1</target><prompt>{text}</prompt>"
+    assert matches(schema(LIBRARY)["grammar"], tags) and not isinstance(parse(tags), Unreadable)
+    for line in (f"prompt n1 {text}", f'add Custom{{"{text}"}}', f'add Custom{{"{text} \\" <"}} at 1'):
+        assert matches(schema(LIBRARY, compact=True)["grammar"], line) and not isinstance(
+            parse_compact(line), Unreadable
+        )
+
+
+@pytest.mark.parametrize("backends", [("my model",), ("my model", "a<b&c", "small", "Größe")])
+def test_backends_are_offered_as_they_are_read(backends: tuple[str, ...]):
+    for name in backends:
+        said = json.dumps(name)
+        tags = tagged(action="add", workflow=f"Custom@{said}".replace("&", "&amp;").replace("<", "&lt;"))
+        if name == "small":
+            tags = tagged(action="modify", target="n1", backend=name)
+        assert matches(schema(LIBRARY, backends)["grammar"], tags) and is_done(parse(tags), backends)
+        lines = ["modify n1 @small"] if name == "small" else [f"add Custom@{said}", f"modify n1 Custom @{said}"]
+        for line in lines:
+            assert matches(schema(LIBRARY, backends, compact=True)["grammar"], line)
+            assert is_done(parse_compact(line), backends)
+        if name != "small":
+            assert not matches(schema(LIBRARY, backends)["grammar"], tagged(action="modify", target="n1", backend=name))
+            assert not matches(schema(LIBRARY, backends, compact=True)["grammar"], f"modify n1 @{name}")
 
 
 def test_without_backends_none_can_be_named():

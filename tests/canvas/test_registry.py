@@ -102,6 +102,8 @@ def test_an_installed_package_offers_operators(own_module: Path):
     [
         ('name = "Shout"', 'name = "Custom"', "the name 'Custom' is taken by flowjax.canvas.operators.built_in:Custom"),
         ('name = "Shout"', 'name = "Shout it"', "Shout.name is 'Shout it': give one word"),
+        ('name = "Shout"', 'name = "Prüfe"', "Shout.name is 'Prüfe': give one word of the letters A to Z"),
+        ('name = "Shout"', 'name = "done"', "Shout.name is 'done', which stands for a branch without a step"),
         ('    name = "Shout"\n', "", "Shout.name is missing"),
         ('    role = "formatter"\n', "", "Shout.role is missing: one of planner, solver"),
         ('role = "formatter"', 'role = "singer"', "role is 'singer': give one of planner"),

@@ -48,6 +48,7 @@ from flowjax.canvas.operators.built_in import (
     Test,
     Verify,
 )
+from flowjax.canvas.text import NAME
 from flowjax.canvas.values import Field, Kind, State, Value
 from flowjax.fields import load_named
 from flowjax.grading.answers import without_thoughts
@@ -156,8 +157,10 @@ def _loaded(path: str) -> Any:
 
 
 def _fault(operator: type[Operator]) -> str | None:
-    if not isinstance(operator.name, str) or not operator.name.isidentifier():
-        return f"name is {operator.name!r}: give one word of letters, digits and _"
+    if not isinstance(operator.name, str) or not NAME.fullmatch(operator.name):
+        return f"name is {operator.name!r}: give one word of the letters A to Z and a to z, digits and _"
+    if operator.name == "done":
+        return "name is 'done', which stands for a branch without a step: give another word"
     if not isinstance(operator.description, str) or len(operator.description.splitlines()) != 1:
         return f"description is {operator.description!r}: give one line of text"
     if operator.role not in get_args(Role):
