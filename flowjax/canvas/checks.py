@@ -3,6 +3,7 @@
 An edit that leads to a fault is refused.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 
@@ -21,6 +22,7 @@ from flowjax.canvas.graph import (
 )
 from flowjax.canvas.operators import Operator
 from flowjax.canvas.text import show
+from flowjax.canvas.values import Kind
 
 _MAX_NAME_CHARACTERS = 60  # of a name that is compared or quoted
 _MAX_QUOTED_CHARACTERS = 60
@@ -104,29 +106,33 @@ def _repeated_ids(nodes: Iterable[Node]) -> Iterator[str]:
 def _wrong_bindings(workflow: Workflow, operators: Mapping[str, type[Operator]]) -> list[str]:
     by_id = {node.id: node for node in workflow.nodes() if node.id}
     found: list[str] = []
-    done: set[str] = set()  # ids of the calls that may have run when the node at hand starts
 
-    def through(node: Node) -> set[str]:
-        """Ids of the calls inside, which are in `done` afterwards."""
-        inside: set[str] = set()
+    def after(node: Node, before: frozenset[str]) -> frozenset[str]:
+        """Ids of the calls that may have run once the node has; `before` are those that may have when it starts."""
         if isinstance(node, Call):
+            found.extend(_repeated_bindings(node, operators))
             for field, source in node.inputs:
-                if fault := _binding_fault(node, field, source, done, by_id, operators):
+                if fault := _binding_fault(node, field, source, before, by_id, operators):
                     found.append(f"{named(node)}: the input `{field}` is bound to `{source}`, {fault}")
-            inside.add(node.id)
-        conditional = isinstance(node, Conditional)
+            return before | {node.id}
+        seen = done = before
         for child in children(node):
-            inner = through(child)
-            inside |= inner
-            # Branches do not see one another, but what comes after them may bind to any: it goes, and comes back below.
-            if isinstance(node, Parallel) or (conditional and child is not node.condition):
-                done.difference_update(inner)
-        done.update(inside)
-        return inside
+            done |= after(child, seen)
+            # Branches do not see one another, but what comes after them may bind to any.
+            if isinstance(node, Sequence | Loop) or (isinstance(node, Conditional) and child is node.condition):
+                seen = done
+        return done
 
     if any(call.inputs for call in workflow.calls()):
-        through(workflow.root)
+        after(workflow.root, frozenset())
     return found
+
+
+def _repeated_bindings(call: Call, operators: Mapping[str, type[Operator]]) -> Iterator[str]:
+    reads = _kinds_read(call, operators)
+    for field, times in Counter(field for field, _ in call.inputs).items():
+        if times > 1 and reads.get(field, "texts") != "texts":
+            yield f"{named(call)}: the input `{field}` is bound {times} times: bind it once; only texts can be several."
 
 
 def _binding_fault(
@@ -138,8 +144,8 @@ def _binding_fault(
     operators: Mapping[str, type[Operator]],
 ) -> str | None:
     id, _, output = source.partition(".")
-    reads = {each.name for each in operators[call.operator].inputs} if call.operator in operators else {field}
-    if field not in reads:
+    reads = _kinds_read(call, operators)
+    if call.operator in operators and field not in reads:
         return f"but {call.operator} has no such input; it reads {', '.join(sorted(reads))}."
     giver = by_id.get(id)
     if giver is None:
@@ -149,7 +155,20 @@ def _binding_fault(
     if id not in done:
         return f"but {named(giver)} does not run before it: bind inputs to earlier steps."
     if giver.operator in operators:
-        writes = {each.name for each in operators[giver.operator].outputs}
+        writes: dict[str, Kind] = {each.name: each.kind for each in operators[giver.operator].outputs}
         if output not in writes:
             return f"but {named(giver)} writes {', '.join(sorted(writes)) or 'nothing'}."
+        if field in reads and not _takes(reads[field], writes[output]):
+            return f"of kind {writes[output]}, but {call.operator} reads `{field}` as {reads[field]}."
     return None
+
+
+def _kinds_read(call: Call, operators: Mapping[str, type[Operator]]) -> dict[str, Kind]:
+    return {each.name: each.kind for each in operators[call.operator].inputs} if call.operator in operators else {}
+
+
+def _takes(reads: Kind, writes: Kind) -> bool:
+    """True for an input that values of that kind can be bound to: programs are texts, and texts may be one text."""
+    if reads == "texts":
+        return writes != "flag"
+    return reads == writes or {reads, writes} == {"text", "code"}

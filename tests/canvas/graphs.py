@@ -18,7 +18,7 @@ def operator(name: str, role: Role, inputs: tuple[Field, ...], outputs: tuple[st
 
     Declared.name, Declared.role, Declared.description, Declared.instruction = name, role, f"{name} works", ""
     Declared.inputs = (Field("problem"), *inputs)
-    Declared.outputs = tuple(Field(output) for output in outputs)
+    Declared.outputs = tuple(Field(output, "flag" if output == "passed" else "text") for output in outputs)
     return Declared
 
 

@@ -5,6 +5,7 @@ from hypothesis import given
 
 from flowjax.canvas.checks import nearest, problems, unknown_name
 from flowjax.canvas.graph import Call, Loop, Parallel, Sequence, Workflow
+from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.text import parse
 from tests.canvas.graphs import LIBRARY, WORKFLOWS
 
@@ -23,6 +24,8 @@ def faults(source: str) -> list[str]:
         "[[Custom, Custom] -> ScEnsemble, Programmer] -> ScEnsemble",
         "Custom#a -> Plan -> Verify{answer=a.answer}",
         "Custom#a ? Verify{answer=a.answer} : done",
+        "Custom#a ? Plan#b : Plan#c -> Verify{answer=b.plan}",
+        "Custom#a -> Programmer#b -> ScEnsemble{candidates=a.answer, candidates=b.code}",
     ],
 )
 def test_good_workflows(source: str):
@@ -49,11 +52,21 @@ def test_good_workflows(source: str):
         ("Custom#a -> Verify{anser=a.answer}", ["no such input; it reads answer, code, problem"]),
         ("Custom#a -> Verify{answer=a.code}", ["a `Custom` writes answer"]),
         ("[Custom, Plan]#p -> Verify{answer=p.answer}", ["is no operator"]),
+        ("Verify#v -> Revise{feedback=v.passed}", ["bound to `v.passed`, of kind flag", "reads `feedback` as text"]),
+        ("Verify#v -> ScEnsemble{candidates=v.passed}", ["of kind flag", "reads `candidates` as texts"]),
+        ("Custom#a -> Plan#b -> Revise{answer=a.answer, answer=b.plan}", ["`answer` is bound 2 times", "bind it once"]),
     ],
 )
 def test_faults_say_what_is_wrong_and_what_would_be_right(source: str, says: list[str]):
     (fault,) = faults(source)
     assert all(words in fault for words in says), fault
+
+
+def test_several_texts_are_no_text():
+    assert problems(parse("Decompose#d -> Revise{feedback=d.subproblems}"), load_operators()) == [
+        "n1 `Revise`: the input `feedback` is bound to `d.subproblems`, of kind texts, "
+        "but Revise reads `feedback` as text."
+    ]
 
 
 def test_an_empty_piece_and_too_deep_a_graph():
