@@ -152,7 +152,8 @@ def _rebuilt(node: Node, new: tuple[Node | None, ...]) -> Node | None:
     kept = [child for child in new if child is not None]
     match node:
         case Sequence(id=id):
-            return Sequence(_flat(kept)) if not id else in_sequence(kept, id)
+            inside = in_sequence(kept, id)
+            return inside if id else Sequence(steps_of(inside))  # the root, which stays one
         case Parallel():
             return replace(node, branches=tuple(kept)) if len(kept) > 1 else kept[0] if kept else None
         case Conditional():
@@ -233,10 +234,6 @@ def _each_call(node: Node, change: Callable[[Call], Call]) -> Node:
 def _unbound(call: Call, gone: set[str]) -> Call:
     kept = tuple((field, source) for field, source in call.inputs if source.partition(".")[0] not in gone)
     return call if kept == call.inputs else replace(call, inputs=kept)
-
-
-def _flat(steps: list[Node]) -> tuple[Node, ...]:
-    return tuple(inner for step in steps for inner in steps_of(step))
 
 
 def _root(node: Node | None) -> Sequence:
