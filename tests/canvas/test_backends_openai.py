@@ -240,8 +240,32 @@ def test_silence_is_a_timeout():
     async def scenario():
         patience = replace(QUICK, timeout_s=0.5, retries=1)
         async with serving(lambda body: 60.0) as server, client(server, patience=patience) as backend:
-            with pytest.raises(BackendError, match=r"no answer after 2 tries, .*: no answer within 0\.5 s"):
+            with pytest.raises(BackendError, match=r"no answer after 2 tries, .*: no answer within 0\.5 s: raise time"):
                 await backend.complete(REQUEST)
+
+    go(scenario())
+
+
+def test_a_connection_that_does_not_come_about():
+    """The message named `timeout_s`, of which nothing had passed."""
+
+    async def scenario():
+        with socket.socket() as deaf, contextlib.ExitStack() as stack:
+            deaf.bind(("127.0.0.1", 0))
+            deaf.listen(0)
+            for _ in range(3):  # more than its queue holds: the kernel lets further ones wait
+                queued = stack.enter_context(socket.socket())
+                queued.setblocking(False)
+                queued.connect_ex(deaf.getsockname())
+            url = f"http://127.0.0.1:{deaf.getsockname()[1]}/v1"
+            patience = replace(QUICK, timeout_s=100.0, connect_timeout_s=0.25, retries=1)
+            async with client(url, patience=patience) as backend:
+                with pytest.raises(BackendError) as caught:
+                    await backend.complete(REQUEST)
+            assert str(caught.value) == (
+                f"no answer after 2 tries, the last at {url}/chat/completions: no connection within 0.25 s: see that "
+                "the endpoint is up and can be reached from here, or raise connect_timeout_s"
+            )
 
     go(scenario())
 

@@ -354,8 +354,12 @@ class OpenAIBackend:
                 else:
                     content = await response.read()
                 return response.status, response.headers, content
+        except aiohttp.ConnectionTimeoutError as error:
+            remedy = "see that the endpoint is up and can be reached from here, or raise connect_timeout_s"
+            raise _TryAgain(f"no connection within {self._patience.connect_timeout_s:g} s: {remedy}") from error
         except TimeoutError as error:
-            raise _TryAgain(f"no answer within {self._patience.timeout_s:g} s") from error
+            remedy = "raise timeout_s if its answers take longer"
+            raise _TryAgain(f"no answer within {self._patience.timeout_s:g} s: {remedy}") from error
         except aiohttp.ClientError as error:
             raise _TryAgain(self._redacted(f"{type(error).__name__}: {error}")) from error
 
