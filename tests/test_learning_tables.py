@@ -1,6 +1,8 @@
 """Benchmarks that compare what runs learn: curves, what was spent until a target is met, and the tables."""
 
 import json
+import sys
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,9 +19,10 @@ from flowjax.launch import command_line
 from flowjax.launch.checks import check_config
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.monitor.transcripts import batch_path, write_lines
+from flowjax.run import resolve
 from tests.benchmarks import algorithms, canvas_rewards, learning, loop, staleness
 from tests.benchmarks.data_algorithms import row
-from tests.benchmarks.runs import Curve, curve, evaluated, launches, trained
+from tests.benchmarks.runs import Curve, curve, evaluated, launches, serving, trained
 
 RISING = Curve(np.array([0.2, 0.4, 0.8, 0.6]), {"rollouts": np.array([0.0, 100.0, 300.0, 500.0])})
 
@@ -102,6 +105,34 @@ def test_a_run_is_not_taken_for_one_of_another_config(tmp_path: Path, monkeypatc
     assert trained("sokoban", "7", tmp_path, fewer)[0] == run and len(called) == 1
     with pytest.raises(SystemExit, match=r"trainer\.steps is 9 there, 60 here.*another --out"):
         trained("sokoban", "7", tmp_path)
+
+
+ENGINE = """
+import http.server, sys
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+def test_engines_without_a_run_are_waited_for_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = default_config()
+    config.engine.replicas = 2
+    run = resolve(config, tmp_path)
+    monkeypatch.setattr(
+        "tests.benchmarks.runs.engine_command", lambda *given: ([sys.executable, "-c", ENGINE, str(given[2])], {})
+    )
+    with serving(run, run.engines) as served:
+        assert [each.engine for each in served] == list(run.engines)
+        for each in served:
+            with urllib.request.urlopen(f"{each.url}/health") as answer:
+                assert answer.status == 200
+    assert all(each.process.poll() is not None for each in served)
+    monkeypatch.setattr("tests.benchmarks.runs.engine_command", lambda *given: ([sys.executable, "-c", "1 / 0"], {}))
+    with pytest.raises(SystemExit, match=r"(?s)ZeroDivisionError.*has ended"), serving(run, run.engines):
+        pass
 
 
 def test_the_time_between_two_launches_is_not_counted(tmp_path: Path):

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +25,12 @@ from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, find_world
 from flowjax.envs.canvas import Canvas
 from flowjax.envs.canvas.exercises import KINDS, PHRASES
 from flowjax.launch.command_line import load_recipe
-from flowjax.launch.machine import free_port
 from flowjax.launch.roles import missing_bases
 from flowjax.monitor.statistics import wilson
 from flowjax.records import Task
-from flowjax.rollout.sidecar import engine_command
 from flowjax.run import Run, read_run
+from tests.benchmarks.runs import serving
 
-_START_S = 300.0
 _PLAYED_AT_ONCE = 24
 
 SOLVERS = ("Custom", "AnswerGenerate", "Programmer")
@@ -51,35 +48,11 @@ TEMPLATES = (
 @contextmanager
 def served(run: Run) -> Iterator[dict[str, list[str]]]:
     """Addresses of the engines of the run's further bases, by base; stopped afterwards."""
-    engines = [engine for engine in run.engines if engine.base in run.config.bases]
-    started, urls = [], {}
-    try:
-        for engine in engines:
-            port = free_port()
-            argv, env = engine_command(run, engine, port)
-            with (run.folder / f"{engine.name}.log").open("w") as log:
-                started.append(subprocess.Popen(argv, env={**os.environ, **env}, stdout=log, stderr=log))
-            urls.setdefault(engine.base, []).append(f"http://127.0.0.1:{port}")
-        ends_s = time.monotonic() + _START_S
-        for url in [url for each in urls.values() for url in each]:
-            while not _answers(url):
-                if time.monotonic() > ends_s or any(process.poll() is not None for process in started):
-                    sys.exit(f"no engine at {url}: see the logs in {run.folder}, after {_START_S:g} s at most")
-                time.sleep(0.5)
+    urls: dict[str, list[str]] = {}
+    with serving(run, [engine for engine in run.engines if engine.base in run.config.bases]) as found:
+        for each in found:
+            urls.setdefault(each.engine.base, []).append(each.url)
         yield urls
-    finally:
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2):
-            return True
-    except OSError:
-        return False
 
 
 def played(world: Canvas, workflow: str, tasks: Sequence[Task]) -> list[dict[str, float]]:

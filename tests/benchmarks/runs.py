@@ -1,13 +1,17 @@
-"""Whole runs of a recipe over seeds, for benchmarks that compare what they learn."""
+"""Whole runs of a recipe over seeds, for benchmarks that compare what they learn; and engines without a run."""
 
+import contextlib
 import itertools
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,12 @@ import numpy as np
 from flowjax.config import load_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import differences
+from flowjax.launch.machine import free_port
 from flowjax.launch.roles import HUGE_PAGES
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
+from flowjax.rollout.sidecar import engine_command
+from flowjax.run import Engine, Run
 
 HOW = {"greedy": 0.0, "sampled": 1.0}  # temperature of each way to play
 
@@ -86,6 +93,56 @@ def call(module: str, *arguments: str) -> None:
     print("$", "python -m", module, *arguments, flush=True)
     if status := subprocess.run(command, check=False).returncode:
         raise SystemExit(status)
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine that answers, in a process group of its own."""
+
+    engine: Engine
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+@contextlib.contextmanager
+def serving(run: Run, engines: Sequence[Engine]) -> Iterator[list[Served]]:
+    """Engines of a run, started side by side and waited for, and killed afterwards. Their logs are in its folder.
+
+    Raises:
+        SystemExit: one of them has ended, or does not answer within its `start_timeout_s`; with its log's last words.
+    """
+    with contextlib.ExitStack() as stack:
+        found = []
+        for engine in engines:
+            port = free_port()
+            argv, env = engine_command(run, engine, port)
+            log = stack.enter_context((run.folder / f"{engine.name}.log").open("wb"))
+            process = subprocess.Popen(argv, env=os.environ | env, stdout=log, stderr=log, start_new_session=True)
+            stack.callback(_killed, process)
+            found.append(Served(engine, f"http://127.0.0.1:{port}", process))
+        began_s = time.monotonic()
+        for served in found:
+            longest_s = run.bases[served.engine.base].engine.start_timeout_s
+            while not _answers(served.url):
+                if served.process.poll() is not None or time.monotonic() > began_s + longest_s:
+                    words = (run.folder / f"{served.engine.name}.log").read_text(errors="replace")[-3000:]
+                    raise SystemExit(f"{words}\n{served.engine.name} has ended, or not come up in {longest_s:g} s")
+                time.sleep(0.2)
+        yield found
+
+
+def _killed(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2):
+            return True
+    except OSError:
+        return False
 
 
 def peer_python(peers: Path) -> Path:

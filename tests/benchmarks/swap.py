@@ -11,9 +11,6 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import asyncio
-import contextlib
-import signal
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -27,13 +24,12 @@ from absl import app, flags
 from flax import nnx
 
 from flowjax.config import default_config
-from flowjax.launch.machine import free_port
 from flowjax.models.hf import load_decoder
 from flowjax.models.nano import create_nano
 from flowjax.rollout.client import EngineClient, Partial, SamplingOptions, UnknownModel, completion_body, read_event
-from flowjax.rollout.sidecar import engine_command
 from flowjax.run import resolve
 from flowjax.weights.hand_over import FullHandOver, model_name
+from tests.benchmarks.runs import serving
 
 _REPLIES = flags.DEFINE_integer("replies", 16, "Long replies that are under way at once.")
 _TOKENS = flags.DEFINE_integer("tokens", 6000, "Tokens of each.")
@@ -41,7 +37,7 @@ _SWAPS = flags.DEFINE_integer("swaps", 3, "Versions that are loaded meanwhile.")
 PROMPT_TOKENS, BETWEEN_S = 64, 8.0
 
 
-async def measure(url: str, folder: Path, process: subprocess.Popen) -> None:
+async def measure(url: str, folder: Path) -> None:
     prompts = np.random.default_rng(0).integers(3, 40, (_REPLIES.value + 1, PROMPT_TOKENS)).tolist()
     partials, came_s = [Partial() for _ in range(_REPLIES.value)], []
     shorts: list[tuple[float, float]] = []  # when each was asked for, and had
@@ -71,9 +67,6 @@ async def measure(url: str, folder: Path, process: subprocess.Popen) -> None:
                 shorts.append((asked_s, time.monotonic()))
 
     async with EngineClient(url) as engine:
-        while not await engine.healthy():
-            assert process.poll() is None, (folder / "engine.log").read_text()[-3000:]
-            await asyncio.sleep(0.2)
         await engine.load_weights("agent@0", folder / "agent@0")
         talk, aside = asyncio.create_task(long()), asyncio.create_task(short())
         loads = []
@@ -116,21 +109,12 @@ def main(argv: list[str]) -> None:
             form.writer(moved)(folder / model_name("agent", version))
         served = sum(path.stat().st_size for path in (folder / "agent@0").glob("*.safetensors"))
         print(f"{served:,} bytes are written by the trainer for a version, and read by an engine\n")
-        run, port = resolve(config), free_port()
-        argv, environment = engine_command(run, run.engines[0], port)
-        with (folder / "engine.log").open("ab") as log:
-            process = subprocess.Popen(
-                argv, env=os.environ | environment, stdout=log, stderr=log, start_new_session=True
-            )
-        try:
-            asyncio.run(measure(f"http://127.0.0.1:{port}", folder, process))
-        finally:
-            for line in (folder / "engine.log").read_text().splitlines():
-                if "in which nothing was sampled" in line:
-                    print(line[line.index("agent@") :])
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        run = resolve(config, folder)
+        with serving(run, run.engines) as (engine,):
+            asyncio.run(measure(engine.url, folder))
+        for line in (folder / f"{run.engines[0].name}.log").read_text().splitlines():
+            if "in which nothing was sampled" in line:
+                print(line[line.index("agent@") :])
 
 
 if __name__ == "__main__":

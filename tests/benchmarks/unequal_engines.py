@@ -27,13 +27,12 @@ import numpy as np
 from absl import app, flags
 
 from flowjax.config import default_config
-from flowjax.launch.machine import free_port
 from flowjax.models.nano import create_nano
 from flowjax.rollout import engines as engines_module
 from flowjax.rollout.client import EngineClient, SamplingOptions
 from flowjax.rollout.engines import EnginePool
-from flowjax.rollout.sidecar import engine_command
 from flowjax.run import resolve
+from tests.benchmarks.runs import serving
 
 _ENGINES = flags.DEFINE_integer("engines", 2, "Engines, the last of them slow.", lower_bound=2)
 _SLOWER = flags.DEFINE_float("slower", 4.0, "How many times slower it is.", lower_bound=1.0)
@@ -136,35 +135,15 @@ def main(argv: Sequence[str]) -> None:
     del argv
     if _GROUPS.value < _ENGINES.value:
         raise SystemExit(f"--groups is {_GROUPS.value}: give at least one for each of --engines={_ENGINES.value}")
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         config = default_config()
         config.model.path = f"{folder}/base"
         config.engine.update({"max_model_tokens": 512, "dtype": "float32", "replicas": _ENGINES.value})
         config.engine.kv_cache_bytes = 256 * 1024**2
         create_nano([f"word{index}" for index in range(60)], config.model.path, key=jax.random.key(0))
         run = resolve(config, Path(folder))
-        processes, urls = [], []
-        for engine in run.bases[_MODEL].engines:
-            port = free_port()
-            command, env = engine_command(run, engine, port)
-            log = stack.enter_context(Path(folder, f"{port}.log").open("w"))
-            process = subprocess.Popen(command, env=os.environ | env, stdout=log, stderr=log, start_new_session=True)
-            stack.callback(process.wait)
-            stack.callback(os.killpg, process.pid, signal.SIGKILL)
-            processes.append(process)
-            urls.append(f"http://127.0.0.1:{port}")
-        asyncio.run(_up(urls, processes))
-        with slowed(processes[-1], _SLOWER.value):
-            compare(urls)
-
-
-async def _up(urls: Sequence[str], processes: Sequence[subprocess.Popen]) -> None:
-    for url, process in zip(urls, processes, strict=True):
-        async with EngineClient(url) as client:
-            while not await client.healthy():
-                if process.poll() is not None:
-                    raise SystemExit(f"an engine ended with status {process.returncode} at its start")
-                await asyncio.sleep(0.5)
+        with serving(run, run.bases[_MODEL].engines) as served, slowed(served[-1].process, _SLOWER.value):
+            compare([each.url for each in served])
 
 
 if __name__ == "__main__":
