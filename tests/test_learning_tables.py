@@ -1,9 +1,11 @@
 """Benchmarks that compare what runs learn: curves, what was spent until a target is met, and the tables."""
 
+import contextlib
 import json
+import os
 import sys
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -332,6 +334,37 @@ def turn_with(operator: int) -> dict[str, object]:
     steps = [{"operator": ("Custom", "Programmer")[operator], "id": f"n{operator}"}]
     shown = {"trace": {"workflow": {"steps": steps}}}
     return {"prompt_ids": [1], "prompt_shared": 0, "sampled_ids": [2], "shown": shown}
+
+
+def test_scores_of_fixed_workflows_are_those_of_their_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They were kept by workflow and exercise alone: another executor's were taken for this one's."""
+    played: list[int] = []
+
+    def play(world: object, workflow: str, tasks: Sequence[object]) -> list[dict[str, float]]:
+        played.append(len(tasks))
+        return [{"success": 1.0, "executor_calls": 2.0}] * len(tasks)
+
+    monkeypatch.setattr(canvas_rewards, "served", lambda run: contextlib.nullcontext({}))
+    monkeypatch.setattr(canvas_rewards, "played", play)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+
+    def scores(name: str, tasks: int, *fields: str) -> Mapping[str, Mapping[str, Sequence[float]]]:
+        config, _ = command_line.parse(["--config=configs/canvas.py:nano_llm", *fields])
+        (tmp_path / name).mkdir(exist_ok=True)
+        save_run(config, tmp_path / name)
+        return canvas_rewards.fixed_scores(tmp_path / name, ["Custom"], tasks, tmp_path / "fixed.json")
+
+    for name, tasks, fields, missing in (
+        ("first", 2, (), [2]),
+        ("longer", 3, ("--config.trainer.steps=9",), [1]),
+        ("executor", 3, ("--config.bases.executor.model.path=other",), [3]),
+        ("seed", 3, ("--config.seed=7",), [3]),
+        ("options", 3, ("--config.env.options.max_calls=3",), [3]),
+        ("first", 3, (), []),
+    ):
+        played.clear()
+        assert len(scores(name, tasks, *fields)["Custom"]) == tasks
+        assert played == missing, name
 
 
 @pytest.mark.parametrize("name", canvas_rewards.REWARDS)

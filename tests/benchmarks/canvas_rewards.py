@@ -43,7 +43,7 @@ from flowjax.monitor.held_out import read_held_out
 from flowjax.monitor.statistics import difference, task_interval
 from flowjax.report.episodes import batches_of, read_batch, workflow_use
 from flowjax.rewards import canvas
-from flowjax.run import read_run
+from flowjax.run import Run, read_run
 from tests.benchmarks.canvas_executor import played, served
 from tests.benchmarks.learning import COLOURS, HEIGHT, LEFT, TOP, axes, base_evaluation, cells, evaluation
 from tests.benchmarks.runs import HOW, machine, trained
@@ -192,10 +192,21 @@ def row(name: str, runs: Sequence[Path], tasks: int) -> str:
     return line(name, *sides, f"{means['requests']:.1f}", shares, f"{means['kinds']:.1f}", f"{unique:.2f}")
 
 
+def setting(run: Run) -> str:
+    """All that scores of a fixed workflow on an exercise depend on beside these two: world, seeds and executors."""
+    config = run.config
+    world = [config.env.name, config.env.options.to_dict(), config.env.data_seed, config.seed]
+    bases = [base for name, base in sorted(run.bases.items()) if name in config.bases]
+    executors = [
+        [base.name, *(part.to_dict() for part in (base.model, base.engine, base.warm_start))] for base in bases
+    ]
+    return json.dumps([world, executors], sort_keys=True, default=str)
+
+
 def fixed_scores(run: Path, workflows: Sequence[str], tasks: int, kept: Path) -> dict[str, dict[str, list[float]]]:
     """Success and requests of fixed workflows on the exercises of the evaluations, by exercise."""
-    found: dict[str, dict[str, list[float]]] = json.loads(kept.read_text()) if kept.exists() else {}
-    config = load_run(run)
+    every: dict[str, dict[str, dict[str, list[float]]]] = json.loads(kept.read_text()) if kept.exists() else {}
+    found, config = every.setdefault(setting(read_run(run)), {}), load_run(run)
     world = find_world(config.env.name)(**config.env.options.to_dict())
     assert isinstance(world, Canvas)
     exercises = {content_of(task): task for task in world.tasks("held_out", config.env.data_seed)[:tasks]}
@@ -207,7 +218,7 @@ def fixed_scores(run: Path, workflows: Sequence[str], tasks: int, kept: Path) ->
                 outcomes = played(world, workflow, [exercises[name] for name in names]) if names else []
                 pairs = [[each["success"], each["executor_calls"]] for each in outcomes]
                 found.setdefault(workflow, {}).update(zip(names, pairs, strict=True))
-                kept.write_text(json.dumps(found))
+                kept.write_text(json.dumps(every))
     return {workflow: {name: found[workflow][name] for name in exercises} for workflow in workflows}
 
 
