@@ -354,7 +354,7 @@ def _run(request: LaunchRequest, console: RunConsole) -> int:
     ports = choose_ports(run)
     publish_endpoints(run, ports)
     first = [*warm_start_roles(run, devices), *int8_roles(run)]
-    pool = Pool(run.folder, run.config.pool, say=lambda text: session.say(text))
+    pool = Pool(run.folder, run.config, say=lambda text: session.say(text))
     session = RunSession(
         run.folder,
         steps=sum(_last_versions(run).values()),

@@ -7,6 +7,8 @@ that waited most) and the share b of the nodes' slots that were playing:
     w < 0.05    min(n, ceil(1.1 n b))       what idles may go, but for a tenth
     otherwise   n
 
+Where nobody plays, the run's own machine included, no step ends and there is nothing to multiply: one, after a minute.
+
 AstraFlow's balance report (arXiv 2605.15565), with the slots that idle in the place of its surplus of episodes: here
 nothing is played that the bound on staleness does not admit. There a person reads the report; here
 `config.pool.command` acts on it.
@@ -17,6 +19,7 @@ import math
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from flowjax.monitor.prometheus import MetricsEndpoint
 _GROW_ABOVE, _SHRINK_BELOW = 0.10, 0.05  # of a trainer's time
 _LONGEST_WAIT = 0.95  # that is believed: what a window of nothing but waiting asks for is bounded
 _KEPT = 1.1  # of the nodes that were busy
+_EMPTY_S = 60.0  # without a node, until one is asked for: those of the launch before come back
 _ROUNDING = 1e-9  # ten nodes are ten, also where a division makes a little more of it
 
 
@@ -41,7 +45,9 @@ def wanted_nodes(nodes: int, *, waiting: float, busy: float, least: int, most: i
         busy: share of the nodes' slots that were playing.
     """
     wanted = nodes
-    if waiting > _GROW_ABOVE:
+    if not nodes:
+        wanted = 1
+    elif waiting > _GROW_ABOVE:
         wanted = math.ceil(nodes / (1 - min(waiting, _LONGEST_WAIT)) - _ROUNDING)
     elif waiting < _SHRINK_BELOW:
         wanted = min(nodes, math.ceil(_KEPT * nodes * busy - _ROUNDING))
@@ -53,12 +59,18 @@ class Pool:
     `status-pool.json` and at a `/metrics` of its own, and runs the command of the config when it is not what there is.
 
     Args:
-        config: `config.pool` of the run.
+        config: of the run.
         say: prints a line.
+        clock: seconds since the epoch.
     """
 
-    def __init__(self, run_dir: Path, config: ConfigDict, say: Callable[[str], None]):
-        self._run_dir, self._config, self._say = run_dir, config, say
+    def __init__(
+        self, run_dir: Path, config: ConfigDict, say: Callable[[str], None], clock: Callable[[], float] = time.time
+    ):
+        self._run_dir, self._config, self._say, self._clock = run_dir, config.pool, say, clock
+        self._plays = "rollout" not in config.elsewhere  # the run's own machine, which may take a while to start
+        self._started_s = clock()
+        self._empty_s: float | None = None  # since when nobody has played, or has been asked for in vain
         self._nodes, self._seen = 0, 0  # nodes that played, and lines of steps, at the last look
         self._since = 0  # first line of this window
         self._busy: list[float] = []  # of the window, one a look
@@ -83,8 +95,11 @@ class Pool:
 
     def look(self, progress: Progress) -> None:
         """Take in what has happened since the last look."""
-        workers = read_status(self._run_dir, "dataflow").get("workers", {}).values()
+        status = read_status(self._run_dir, "dataflow")
+        workers = status.get("workers", {}).values()
         lines = progress.train
+        if self._asked is not None and len(workers) > self._asked[0]:
+            self._asked = None  # some have come; those that are missing later on are others
         if len(workers) != self._nodes or len(lines) < self._seen:
             # What others played says nothing of these, and the next step began with them: a run's first with a start.
             self._nodes = len(workers)
@@ -97,12 +112,26 @@ class Pool:
             self._decide(waiting_share(lines[self._since :]))
             self._begin(len(lines))
         self._follow_hook()
+        self._look_at_empty(status)
+
+    def _look_at_empty(self, status: Mapping[str, Any]) -> None:
+        """Ask for a node where nobody plays: without one no step ends."""
+        heard = (number(status, "time_s") or 0.0) >= self._started_s  # of this launch's dataflow
+        if self._plays or not heard or status["workers"] or status["finished"]:
+            self._empty_s = None
+            return
+        now_s = self._clock()
+        if self._empty_s is None:
+            self._empty_s = now_s
+        elif now_s - self._empty_s >= _EMPTY_S:
+            self._empty_s = now_s
+            self._decide(1.0)
 
     def _begin(self, line: int) -> None:
         self._since, self._busy = line, []
 
     def _decide(self, waiting: float) -> None:
-        busy = sum(self._busy) / len(self._busy) if self._busy else 1.0
+        busy = sum(self._busy) / len(self._busy) if self._busy else float(self._nodes > 0)
         config = self._config
         bounds = {"least": config.least_nodes, "most": max(config.least_nodes, config.most_nodes)}
         wanted = wanted_nodes(self._nodes, waiting=waiting, busy=busy, **bounds)
@@ -166,5 +195,7 @@ def pool_lines(run_dir: Path) -> list[str]:
 def sentence(status: Mapping[str, Any]) -> str:
     """Words for what `status-pool.json` holds."""
     nodes, wanted = status["nodes"], status["wanted_nodes"]
+    if not nodes:
+        return f"0 nodes, {wanted} wanted: nobody plays"
     waits, play = (f"{100 * status[name]:.0f} %" for name in ("waiting_share", "busy_share"))
     return f"{nodes} node{'s' * (nodes != 1)}, {wanted} wanted: trainers wait {waits} of the time, {play} of slots play"

@@ -23,6 +23,7 @@ CONFIG = {"steps": 4, "least_nodes": 1, "most_nodes": 16, "command": ""}
         (11, 0.0, 0.99, 11),
         (2, 1.0, 1.0, 40),  # a window of nothing but waiting is believed up to 95 %
         (1, 0.0, 0.0, 1),
+        (0, 1.0, 0.0, 1),  # there is nothing to multiply
     ],
 )
 def test_waiting_asks_for_nodes_and_idling_gives_them_back(nodes, waiting, busy, wanted):
@@ -59,19 +60,30 @@ def test_a_pool_follows_the_load_of_a_long_run(seed):
 class FollowedRun:
     """A run whose trainer and dataflow write what they would, and a pool that looks at it."""
 
-    def __init__(self, folder: Path, **config):
+    def __init__(self, folder: Path, elsewhere: tuple[str, ...] = ("rollout",), **config):
         (folder / "logs").mkdir()
-        self.folder, self.said, self.step = folder, [], 0
+        self.folder, self.said, self.step, self.later_s = folder, [], 0, 0.0
         self.metrics, self.progress = MetricsWriter(folder), Progress(folder)
-        self.pool = Pool(folder, ConfigDict({**CONFIG, **config}), self.said.append)
+        of_run = ConfigDict({"pool": {**CONFIG, **config}, "elsewhere": elsewhere})
+        self.pool = Pool(folder, of_run, self.said.append, clock=lambda: time.time() + self.later_s)
 
     def goes_on(self, *, nodes: int, steps: int, wait_s: float, playing: int = 4, free: int = 0) -> None:
-        worker = {"playing": playing, "free_slots": free}
-        write_status(self.folder, "dataflow", {"workers": {f"n{number}": worker for number in range(nodes)}})
+        self.has(nodes, playing=playing, free=free)
         for _ in range(steps):
             self.step += 1
             self.metrics.write("train", policy="agent", step=self.step, wait_s=wait_s, total_s=10.0)
             self.look()
+
+    def has(self, nodes: int, *, playing: int = 4, free: int = 0, finished: bool = False) -> None:
+        worker = {"playing": playing, "free_slots": free}
+        workers = {f"n{number}": worker for number in range(nodes)}
+        write_status(self.folder, "dataflow", {"workers": workers, "finished": finished})
+
+    def passes(self, seconds: float) -> None:
+        """A look, so many seconds, another look."""
+        self.look()
+        self.later_s += seconds
+        self.look()
 
     def look(self) -> None:
         self.progress.update()
@@ -142,11 +154,57 @@ def ended(run: FollowedRun) -> None:
         time.sleep(0.01)
 
 
+def test_a_run_that_nobody_plays_for_asks_for_a_node(tmp_path):
+    """No step ends without one, so that no window was ever over and the run waited for ever."""
+    run = FollowedRun(tmp_path, command="echo $FLOWJAX_NODES to $FLOWJAX_WANTED_NODES; ls $FLOWJAX_RUN/up")
+    log = tmp_path / "logs" / "pool.log"
+    with run.pool:
+        run.passes(3600.0)
+        assert not run.said, "its dataflow is not up"
+        run.has(0)
+        run.passes(30.0)
+        assert not run.said, "nodes of the launch before may come back"
+        run.passes(30.0)
+        assert run.said[0].startswith("pool: 0 nodes, 1 wanted: nobody plays: echo")
+        ended(run)
+        assert "ended with exit status" in run.said[1]
+        (tmp_path / "up").touch()
+        run.passes(60.0)
+        ended(run)
+        assert len(run.said) == 3, "the command has failed, and is tried again"
+        run.passes(3600.0)
+        assert len(run.said) == 3, "the node is on its way"
+        run.has(1)
+        run.passes(3600.0)
+        run.has(0)
+        run.passes(59.0)
+        assert len(run.said) == 3
+        run.passes(1.0)
+        ended(run)
+        assert len(run.said) == 4, "the node that came has gone"
+        run.has(1)
+        run.look()
+        run.has(0, finished=True)
+        run.passes(3600.0)
+        assert len(run.said) == 4, "there is nothing left to play"
+    assert [line for line in log.read_text().splitlines() if " to " in line] == ["0 to 1"] * 3
+
+
+def test_a_run_that_plays_itself_asks_for_no_node_while_it_starts(tmp_path):
+    run = FollowedRun(tmp_path, elsewhere=(), command="true")
+    with run.pool:
+        run.has(0)
+        run.passes(3600.0)
+        assert not run.said and pool_lines(tmp_path) == []
+
+
 def test_a_pool_without_a_command_only_says_it_where_it_is_asked(tmp_path):
     run = FollowedRun(tmp_path)
     with run.pool:
         run.goes_on(nodes=0, steps=8, wait_s=9.0)
         assert read_status(tmp_path, "pool") == {}, "nobody plays: there is nothing to multiply"
+        run.passes(3600.0)
+        assert pool_lines(tmp_path) == ["pool: 0 nodes, 1 wanted: nobody plays"] and not run.said
         run.goes_on(nodes=1, steps=8, wait_s=9.0)
         assert read_status(tmp_path, "pool")["wanted_nodes"] == 10 and not run.said
 
@@ -157,5 +215,5 @@ def test_what_was_wanted_before_a_resume_is_forgotten(tmp_path):
     with run.pool:
         run.goes_on(nodes=1, steps=8, wait_s=9.0)
     assert read_status(tmp_path, "pool")
-    with Pool(tmp_path, ConfigDict(CONFIG), run.said.append):
+    with Pool(tmp_path, ConfigDict({"pool": CONFIG, "elsewhere": ()}), run.said.append):
         assert pool_lines(tmp_path) == []
