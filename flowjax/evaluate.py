@@ -589,7 +589,7 @@ def begin(evaluation: Evaluation) -> None:
 def _play(evaluations: Sequence[Evaluation], request: EvaluationRequest, console: Console) -> int:
     """Start the engines, play one evaluation after the other, and stop them."""
     run = evaluations[0].run
-    session = RunSession(run.folder, steps=0, console=console)
+    session = RunSession(run.folder, steps={}, console=console)
 
     async def with_engines(supervisor: Supervisor, progress: Progress) -> None:
         for evaluation in evaluations:

@@ -92,9 +92,9 @@ NAMED = (
     ("_role", 'return "checker"', 'return "solver"'),
     ("_gate", '"checker" in roles and ', ""),
     ("measure", 'roles.get(call.operator) == "checker"', 'roles.get(call.operator) != "solver"'),
-    ("remaining_s", "steps - self.step", "steps + self.step"),
-    ("remaining_s", "self.train[1:]", "self.train"),
-    ("remaining_s", "maxlen=2 * RECENT_STEPS", "maxlen=None"),
+    ("remaining_s", "last - (", "last + ("),
+    ("_pace_s", "lines[1:]", "lines"),
+    ("_pace_s", "maxlen=2 * RECENT_STEPS", "maxlen=None"),
 )
 
 

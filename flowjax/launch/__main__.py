@@ -357,8 +357,9 @@ def _run(request: LaunchRequest, console: RunConsole) -> int:
     pool = Pool(run.folder, run.config, say=lambda text: session.say(text))
     session = RunSession(
         run.folder,
-        steps=sum(_last_versions(run).values()),
-        warm_steps=sum(run.bases[base].warm_start.steps for base in missing_bases(run)),
+        steps=_last_versions(run),
+        apart=run.config.separate_trainers,
+        warm_steps={base: run.bases[base].warm_start.steps for base in missing_bases(run)},
         stop_order=stop_order(run),
         console=console,
         look=None if run.is_node else pool.look,
@@ -412,10 +413,9 @@ def _last_versions(run: Run) -> dict[str, int]:
 
 async def _trained_by_others(run: Run) -> None:
     """Wait until the dataflow knows of the last version of every policy."""
-    last = _last_versions(run)
     while True:
         known = read_status(run.folder, "dataflow").get("policies", {})
-        if all(known.get(policy, {}).get("committed", -1) >= version for policy, version in last.items()):
+        if all(known.get(policy, {}).get("committed", -1) >= last for policy, last in _last_versions(run).items()):
             return
         await asyncio.sleep(0.5)
 

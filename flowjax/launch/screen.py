@@ -38,11 +38,17 @@ class Screen:
     """
 
     def __init__(
-        self, run_dir: Path, *, steps: int, warm_steps: int = 0, states: Mapping[str, RoleState], console: Console
+        self,
+        progress: Progress,
+        *,
+        steps: Mapping[str, int],
+        warm_steps: Mapping[str, int] | None = None,
+        states: Mapping[str, RoleState],
+        console: Console,
     ):
-        self.progress, self._warm = Progress(run_dir), Progress(run_dir / "warm_start")
-        self._warm_steps = warm_steps
-        self._run_dir, self._steps, self.states, self._console = run_dir, steps, states, console
+        self._run_dir, self._steps, self._warm_steps = progress.run_dir, steps, warm_steps or {}
+        self.progress, self._warm = progress, Progress(self._run_dir / "warm_start")
+        self.states, self._console = states, console
         self._started_s = time.time()
         self._live: Live | None = None
         self.progress.update()  # what a resumed run did before is known, but not shown again
@@ -68,7 +74,8 @@ class Screen:
         elif (tenths := self._warm_tenths()) > self._warm_shown:
             self._warm_shown = tenths
             loss = fixed(self._warm.recent("loss"))
-            self.say(f"warm start {self._warm.step}/{self._warm_steps}  loss {loss}  {self._warm_left()} left")
+            of = sum(self._warm_steps.values())
+            self.say(f"warm start {self._warm.step}/{of}  loss {loss}  {self._warm_left()} left")
 
     def say(self, text: str) -> None:
         """A line that stays, above the screen."""
@@ -86,16 +93,16 @@ class Screen:
         return Panel(Group(*parts), title=f"flowjax · {self._run_dir}", subtitle="Ctrl-C stops", padding=(0, 1))
 
     def _warm_tenths(self) -> int:
-        return 10 * self._warm.step // max(self._warm_steps, 1)
+        return 10 * self._warm.step // max(sum(self._warm_steps.values()), 1)
 
     def _warm_left(self) -> str:
         return clock(self._warm.remaining_s(self._warm_steps))
 
     def _bar(self) -> RenderableType:
         if any(name.startswith("warm_start") and state.phase != "done" for name, state in self.states.items()):
-            name, done, of, left = "warm start", self._warm.step, self._warm_steps, self._warm_left()
+            name, done, of, left = "warm start", self._warm.step, sum(self._warm_steps.values()), self._warm_left()
         else:
-            name, done, of = "step", self.progress.step, self._steps
+            name, done, of = "step", self.progress.step, sum(self._steps.values())
             left = clock(self.progress.remaining_s(self._steps))
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(no_wrap=True)
@@ -130,9 +137,8 @@ class Screen:
 def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names and values of what the screen shows; "-" for what is not known yet."""
     history = [value for entry in progress.train if (value := number(entry, "success_rate")) is not None]
-    newest = max(progress.evals, default=0)
-    version = count({**dataflow, **rollout}, "serving_version", "version")
-    sampled, trained = number(rollout, "sampled_tokens_per_s"), progress.recent("tokens_per_s")
+    newest, version = max(progress.evals, default=0), count({**dataflow, **rollout}, "serving_version", "version")
+    sampled, trained = number(rollout, "sampled_tokens_per_s"), progress.rate("tokens_per_s")
     lag, lag_most = progress.recent("staleness_mean"), progress.last("staleness_max")
     k3, most = progress.recent("mismatch_kl"), progress.last("mismatch_max")
     no_signal = progress.recent("no_signal_share")
@@ -167,12 +173,12 @@ def _policy(name: str, entry: Mapping[str, Any], dataflow: Mapping[str, Any]) ->
     return name, f"step {entry.get('step')}, {success}, {served}, {lag}, {ready}"
 
 
-def plain_line(entry: Mapping[str, Any], progress: Progress, steps: int) -> str:
+def plain_line(entry: Mapping[str, Any], progress: Progress, steps: Mapping[str, int]) -> str:
     """One metrics entry in words; empty for what is not shown."""
     kind = entry.get("kind")
     if kind == "train":
         step = entry.get("step")
-        done = f"{entry.get('policy')}: step {step}" if progress.several else f"step {step}/{steps}"
+        done = f"{entry.get('policy')}: step {step}" if progress.several else f"step {step}/{sum(steps.values())}"
         return (
             f"{done}  success {percent(number(entry, 'success_rate'))}"
             f"  reward {fixed(number(entry, 'reward_mean'))}  invalid {percent(number(entry, 'invalid_share'))}"
@@ -196,25 +202,19 @@ def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState
     table.add_column()
     last = max(progress.evals, default=0)
     before, after = progress.evals.get(0), progress.evals.get(last) if last else None
-    totals = progress.totals
-    per_step = max(len(progress.train), 1)
-    spent_s = totals["total_s"]
+    totals, spent_s, per_step = progress.totals, progress.spent_s, max(len(progress.train), 1)
     table.add_row("held-out success before", interval(before))
     table.add_row("held-out success after", interval(after))
-    if (first := number(before or {}, "success_rate")) is not None and (
-        last := number(after or {}, "success_rate")
-    ) is not None:
+    first, last = (number(entry or {}, "success_rate") for entry in (before, after))
+    if first is not None and last is not None:
         table.add_row("difference", f"{100 * (last - first):+.1f} points")
     table.add_row("steps", f"{progress.step}, {count(totals, 'episodes')} episodes, {count(totals, 'turns')} turns")
     table.add_row("episodes/s", fixed(totals["episodes"] / spent_s if spent_s else None, 1))
-    table.add_row(
-        "tokens/s",
-        f"{fixed(totals['row_tokens'] / spent_s if spent_s else None, 0)} read, "
-        f"{fixed(totals['trained_tokens'] / spent_s if spent_s else None, 0)} sampled and trained",
-    )
+    read, sampled = (totals[name] / spent_s if spent_s else None for name in ("row_tokens", "trained_tokens"))
+    table.add_row("tokens/s", f"{fixed(read, 0)} read, {fixed(sampled, 0)} sampled and trained")
     names = {"wait_s": "wait for episodes", "step_s": "compute", "save_s": "save"}
     each = ", ".join(f"{label} {totals[name] / per_step:.2f}" for name, label in names.items())
-    table.add_row("seconds per step", f"{spent_s / per_step:.2f} ({each})")
+    table.add_row("seconds per step", f"{totals['total_s'] / per_step:.2f} ({each})")
     for step, entry in sorted(progress.evals.items()):
         table.add_row(f"evaluation of version {step}", f"{fixed(number(entry, 'seconds'), 1)} s")
     shares = [value for entry in progress.train if (value := number(entry, "no_signal_share")) is not None]

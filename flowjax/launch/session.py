@@ -5,7 +5,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,6 +46,9 @@ class RunSession:
     """Runs roles of one run folder until `done`. Signals: the first stops in order, the second at once.
 
     Args:
+        steps: last step of each policy.
+        warm_steps: of each base that is made first.
+        apart: the policies' trainers work side by side.
         look: is called with what is known of the run after each refresh of the screen.
     """
 
@@ -53,13 +56,15 @@ class RunSession:
         self,
         run_dir: Path,
         *,
-        steps: int,
-        warm_steps: int = 0,
+        steps: Mapping[str, int],
+        apart: bool = False,
+        warm_steps: Mapping[str, int] | None = None,
         stop_order: Sequence[Sequence[str]] = (),
         console: Console | None = None,
         look: Callable[[Progress], None] | None = None,
     ):
         self._run_dir, self._steps, self._warm_steps, self._stop_order = run_dir, steps, warm_steps, stop_order
+        self._apart = apart
         self._console = console or RunConsole()
         self._look = look
         self._metrics = MetricsWriter(run_dir)
@@ -79,7 +84,7 @@ class RunSession:
         """
         supervisor = Supervisor(self._run_dir / "logs", on_event=self._on_event)
         self.screen = Screen(
-            self._run_dir,
+            Progress(self._run_dir, apart=self._apart),
             steps=self._steps,
             warm_steps=self._warm_steps,
             states=supervisor.states,

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -155,10 +155,14 @@ class RoleState:
 
 
 class Progress:
-    """A run's metrics folded up, cheap to bring up to date: only what was appended is read."""
+    """A run's metrics folded up, cheap to bring up to date: only what was appended is read.
 
-    def __init__(self, run_dir: Path):
-        self.run_dir = Path(run_dir)
+    Args:
+        apart: each policy has a trainer of its own, and these work side by side; else one takes them in turn.
+    """
+
+    def __init__(self, run_dir: Path, *, apart: bool = False):
+        self.run_dir, self._apart = Path(run_dir), apart
         self._file: BinaryIO | None = None  # held open: no file that replaces it can have its number
         self._rest = b""
         self._newest_s = 0.0
@@ -219,6 +223,22 @@ class Progress:
         """Steps done, of all policies together."""
         return sum(entry.get("step", 0) for entry in self.newest.values())
 
+    @property
+    def spent_s(self) -> float:
+        """Time of all steps, of the trainer that took longest."""
+        return max((sum(number(e, "total_s") or 0.0 for e in lines) for lines in self._by_trainer()), default=0.0)
+
+    def rate(self, name: str) -> float | None:
+        """Sum over the trainers of what each does in a second, in the mean of its last steps."""
+        found = [mean(lines[-RECENT_STEPS:], name) for lines in self._by_trainer()]
+        return sum(values) if (values := [value for value in found if value is not None]) else None
+
+    def _by_trainer(self) -> Iterable[list[dict[str, Any]]]:
+        return (self._of(policy) for policy in self.newest) if self._apart else (self.train,)
+
+    def _of(self, policy: str) -> list[dict[str, Any]]:
+        return [entry for entry in self.train if entry.get("policy", "") == policy]
+
     def recent(self, name: str) -> float | None:
         """Mean of a metric over the last steps."""
         values = [value for entry in self.train[-RECENT_STEPS:] if (value := number(entry, name)) is not None]
@@ -237,11 +257,26 @@ class Progress:
         """Mean of a share of the turns over the last steps, or the first ones, each step by its turns."""
         return mean(self.train[:RECENT_STEPS] if first else self.train[-RECENT_STEPS:], name, by="turns")
 
-    def remaining_s(self, steps: int) -> float | None:
-        """Time to the last step at the pace of the last ones; the first, which compiles, tells little."""
-        paced = deque((number(e, "total_s") for e in self.train[1:]), maxlen=2 * RECENT_STEPS)
-        values = [value for value in paced if value is not None]
-        return statistics.median(values) * (steps - self.step) if values else None
+    def remaining_s(self, steps: Mapping[str, int]) -> float | None:
+        """Time to the last step of each policy at the pace of its last ones; the first, which compiles, tells little.
+
+        Those without a pace yet have that of all; None while there is none.
+        """
+        left_s: list[float] = []
+        for policy, last in steps.items():
+            lines = self._of(policy)
+            pace_s = _pace_s(lines) or _pace_s(self.train)
+            left = last - (lines[-1].get("step", 0) if lines else 0)
+            if left and pace_s is None:
+                return None
+            left_s.append((pace_s or 0.0) * left)
+        return (max if self._apart else sum)(left_s) if left_s else None
+
+
+def _pace_s(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    paced = deque((number(line, "total_s") for line in lines[1:]), maxlen=2 * RECENT_STEPS)
+    values = [value for value in paced if value is not None]
+    return statistics.median(values) if values else None
 
 
 def printable(text: str) -> str:

@@ -38,7 +38,8 @@ def main(folder: Path, name: str) -> int:
     async def done(supervisor, progress) -> None:
         await supervisor.ended("trainer")
 
-    session = RunSession(run_dir, steps=config.trainer.steps, stop_order=stop_order(run), console=Console(width=200))
+    steps = {config.policy.name: config.trainer.steps}
+    session = RunSession(run_dir, steps=steps, stop_order=stop_order(run), console=Console(width=200))
     return asyncio.run(session.run(lambda: roles, done))
 
 

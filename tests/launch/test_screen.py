@@ -8,7 +8,7 @@ from rich.console import Console
 
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.launch.machine import hold
-from flowjax.launch.screen import Screen, clock, plain_line, render_status, sparkline, summary
+from flowjax.launch.screen import Screen, clock, figures, plain_line, render_status, sparkline, summary
 from flowjax.monitor.diagnosis import diagnose
 from flowjax.monitor.metrics import RECENT_STEPS, MetricsWriter, Progress, RoleState, read_status, write_status
 
@@ -67,7 +67,7 @@ def test_screen_shows_what_is_known_and_a_dash_for_what_is_not(tmp_path, width):
         "rollout": RoleState("rollout", "waiting", restarts=2),
     }
     console = Console(record=True, width=width, file=io.StringIO())
-    screen = Screen(tmp_path, steps=10, states=states, console=console)
+    screen = Screen(Progress(tmp_path), steps={"agent": 10}, states=states, console=console)
     console.print(screen.render())
     shown = console.export_text()
     assert "step 4/10" in shown
@@ -88,7 +88,7 @@ def test_screen_shows_what_is_known_and_a_dash_for_what_is_not(tmp_path, width):
 
 
 def test_an_empty_run_folder_can_be_shown(tmp_path):
-    screen = Screen(tmp_path, steps=10, states={}, console=plain_console())
+    screen = Screen(Progress(tmp_path), steps={"agent": 10}, states={}, console=plain_console())
     assert "step 0/10" in text_of(screen.render())
 
 
@@ -97,15 +97,19 @@ def test_warm_start_has_the_bar_until_it_is_done(tmp_path):
     writer = MetricsWriter(tmp_path / "warm_start")
     states = {"warm_start": RoleState("warm_start", "up")}
     console = plain_console()
-    screen = Screen(tmp_path, steps=10, warm_steps=100, states=states, console=console)
+    screen = Screen(
+        Progress(tmp_path), steps={"agent": 10}, warm_steps={"base": 60, "judge": 40}, states=states, console=console
+    )
     for step in range(1, 26):
-        writer.write("train", step=step, loss=1.5, total_s=0.1)
+        writer.write("train", policy="base", step=step, loss=1.5, total_s=0.1)
     screen.refresh()
     screen.refresh()
     assert "warm start 25/100" in text_of(screen.render())
     assert console.export_text().splitlines() == ["warm start 25/100  loss 1.500  0:07 left"]
     later = plain_console()
-    Screen(tmp_path, steps=10, warm_steps=100, states=states, console=later).refresh()
+    Screen(
+        Progress(tmp_path), steps={"agent": 10}, warm_steps={"base": 60, "judge": 40}, states=states, console=later
+    ).refresh()
     assert later.export_text() == ""  # a resumed run does not tell it again
     states["warm_start"].phase = "done"
     assert "step 0/10" in text_of(screen.render())
@@ -114,7 +118,7 @@ def test_warm_start_has_the_bar_until_it_is_done(tmp_path):
 def test_without_a_terminal_each_step_is_one_line_told_once(tmp_path):
     write_run(tmp_path, steps=1)  # what a resumed run did before is not told again
     console = plain_console()
-    screen = Screen(tmp_path, steps=10, states={}, console=console)
+    screen = Screen(Progress(tmp_path), steps={"agent": 10}, states={}, console=console)
     writer = MetricsWriter(tmp_path)
     writer.write("train", **step_line(2))
     writer.write("run", role="engine", event="down", text="killed by SIGKILL [out of memory?]")
@@ -140,7 +144,9 @@ def test_on_a_terminal_the_screen_redraws_itself(tmp_path):
     write_run(tmp_path)
     out = io.StringIO()
     console = Console(width=100, file=out, force_terminal=True, color_system=None)
-    screen = Screen(tmp_path, steps=10, states={"engine": RoleState("engine", "up")}, console=console)
+    screen = Screen(
+        Progress(tmp_path), steps={"agent": 10}, states={"engine": RoleState("engine", "up")}, console=console
+    )
     MetricsWriter(tmp_path).write("train", **step_line(5))
     screen.refresh()
     screen.say("engine: restart")
@@ -155,7 +161,7 @@ def test_refresh_costs_little(tmp_path):
     writer = write_run(tmp_path, steps=300)
     console = Console(width=140, file=io.StringIO(), force_terminal=True)
     states = {name: RoleState(name, "up") for name in ("engine", "dataflow", "trainer", "rollout")}
-    screen = Screen(tmp_path, steps=1000, states=states, console=console)
+    screen = Screen(Progress(tmp_path), steps={"agent": 1000}, states=states, console=console)
     started = time.process_time()
     for step in range(301, 321):
         writer.write("train", **step_line(step))
@@ -167,22 +173,42 @@ def test_refresh_costs_little(tmp_path):
 
 def test_time_left_is_at_the_pace_of_the_last_steps(tmp_path):
     writer, progress = MetricsWriter(tmp_path), Progress(tmp_path)
-    assert progress.remaining_s(60) is None
+    assert progress.remaining_s({"agent": 60}) is None
     writer.write("train", **step_line(1, total_s=500.0))  # compiles
     progress.update()
-    assert progress.remaining_s(60) is None
+    assert progress.remaining_s({"agent": 60}) is None
     writer.write("train", **step_line(2, total_s=None))
     for step, total_s in ((3, 4.0), (4, 90.0), (5, 5.0)):  # one was saved to a slow disk
         writer.write("train", **step_line(step, total_s=total_s))
     progress.update()
-    assert progress.remaining_s(60) == 55 * 5.0
+    assert progress.remaining_s({"agent": 60}) == 55 * 5.0
     for step in range(6, 6 + 3 * RECENT_STEPS):
         writer.write("train", **step_line(step, total_s=9.0))
     for step in range(progress.step + 3 * RECENT_STEPS + 1, progress.step + 5 * RECENT_STEPS + 1):
         writer.write("train", **step_line(step, total_s=2.0))
     progress.update()
-    assert progress.remaining_s(60) == 2.0 * (60 - progress.step) > 0, "at that of the last twenty"
-    assert progress.remaining_s(progress.step) == 0
+    assert progress.remaining_s({"agent": 60}) == 2.0 * (60 - progress.step) > 0, "at that of the last twenty"
+    assert progress.remaining_s({"agent": progress.step}) == 0
+
+
+def test_trainers_that_work_side_by_side(tmp_path):
+    """Each takes 4 s for 3,000 tokens: both have the time of one, and together twice its tokens."""
+    for name in ("solver", "verifier"):
+        for step in range(1, 31 if name == "solver" else 21):
+            MetricsWriter(tmp_path).write("train", **step_line(step, policy=name))
+    steps, shown = {"solver": 40, "verifier": 60}, {}
+    for apart in (False, True):
+        progress = Progress(tmp_path, apart=apart)
+        progress.update()
+        assert progress.remaining_s(steps) == (4.0 * 40 if apart else 4.0 * (10 + 40))
+        assert progress.remaining_s({"solver": 30, "judge": 1}) == 4.0 and progress.remaining_s({}) is None
+        assert progress.remaining_s({"solver": 30, "verifier": 20, "frozen": 0}) == 0
+        rates = dict(figures(progress, {}, {}))["tokens/s"]
+        assert rates == f"- sampled, {'4,000' if apart else '2,000'} trained"
+        shown[apart] = text_of(summary(progress, wall_s=120.0))
+        assert "4.00 (wait for episodes 2.00, compute 1.50, save 0.50)" in shown[apart]
+    assert "750 read, 30 sampled" in shown[False], "150,000 tokens in 200 s"
+    assert "1,250 read, 50 sampled" in shown[True], "in 120 s"
 
 
 def test_progress_starts_over_when_the_file_is_replaced(tmp_path):
@@ -273,12 +299,12 @@ def test_several_policies_have_a_line_each_and_one_bar(tmp_path):
             writer.write("train", **step_line(step, policy=policy))
     status = {"policies": {"solver": {"version": 2, "lag": 1, "ready_groups": 5}, "verifier": {"version": 1}}}
     (tmp_path / "status-dataflow.json").write_text(json.dumps(status))
-    screen = Screen(tmp_path, steps=8, states={}, console=Console(file=io.StringIO(), width=160))
+    screen = Screen(Progress(tmp_path), steps={"agent": 8}, states={}, console=Console(file=io.StringIO(), width=160))
     shown = text_of(screen.render())
     assert "step 4/8" in shown
     assert "step 3, 25.0 %, serves 2, lag 1, 5 ready" in shown
     assert "step 1, 25.0 %, serves 1, lag -, - ready" in shown
-    assert plain_line({"kind": "train", **step_line(2, policy="solver")}, screen.progress, 8).startswith(
+    assert plain_line({"kind": "train", **step_line(2, policy="solver")}, screen.progress, {"solver": 8}).startswith(
         "solver: step 2 "
     )
 
@@ -302,7 +328,7 @@ def write_invalid(folder, policy, shares, **more):
 )
 def test_a_rise_of_invalid_replies_is_said_in_words(tmp_path, shares, warned):
     console = plain_console()
-    screen = Screen(tmp_path, steps=40, states={}, console=console)
+    screen = Screen(Progress(tmp_path), steps={"agent": 40}, states={}, console=console)
     write_invalid(tmp_path, "agent", shares)
     screen.refresh()
     screen.refresh()

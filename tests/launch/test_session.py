@@ -38,7 +38,7 @@ async def done(supervisor, progress):
         await asyncio.sleep(0.05)
 
 async def main():
-    session = RunSession(here, steps=2, stop_order=(("trainer",), ("dataflow",)))
+    session = RunSession(here, steps={"agent": 2}, stop_order=(("trainer",), ("dataflow",)))
     first = [role("warm_start", finite=True)] if (here / "warm_start.py").exists() else []
     roles = lambda: [role("dataflow"), role("trainer", finite=True)]
     status = await session.run(roles, done, first=first)
