@@ -101,7 +101,8 @@ def main(argv: list[str]) -> None:
         config.policy.train, config.engine.dtype = "full", "float32"
         config.engine.max_model_tokens, config.engine.kv_cache_bytes = _TOKENS.value + PROMPT_TOKENS, 2**29
         words = [f"word{index}" for index in range(60)]
-        create_nano(words, config.model.path, key=jax.random.key(0))
+        positions = config.engine.max_model_tokens
+        create_nano(words, config.model.path, key=jax.random.key(0), max_positions=positions)
         decoder = load_decoder(config.model.path, dtype=jnp.float32)
         state, form = nnx.state(decoder, nnx.Param), FullHandOver(decoder.config, "float32")
         for version in range(_SWAPS.value + 1):
