@@ -35,8 +35,8 @@ def grouped_product(
     row with every expert for it on GPUs and CPUs.
 
     Args:
-        layer: whose matrices are meant, where `weights` are those of all layers. They are read where they lie, as to
-            cut them out would copy them, and have no gradient.
+        layer: whose matrices are meant, where `weights` are those of all layers. They have no gradient, and but on
+            TPUs are read where they lie: to cut them out would copy them.
         on_hopper: the program is for a GPU of compute capability 9.0, which has a kernel of its own.
     """
     # On a mesh all must vary over the same devices; where a matrix is the same on several, its gradients are summed.

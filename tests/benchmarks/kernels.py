@@ -244,13 +244,13 @@ def compare_experts(tokens: int = 2048) -> bool:
     pull = jax.random.normal(jax.random.key(9), (tokens, HIDDEN), jnp.bfloat16)
     numbers = (0, 3, 4, 5)  # by the tokens and the three maps
     known = expert_gradients(plain_mix, numbers)(pull, *inputs, *maps)
-    worst = 0.0
+    good = True
     for form in expert_forms():
         ours = expert_gradients(functools.partial(mix, form), numbers)(pull, *inputs, *maps)
         errors = relative_errors(ours, known)
-        worst = max(worst, *errors)
+        good &= all(error <= TOLERANCE for error in errors)  # not the greatest of them: NaN is none
         print(f"| {form} | {' | '.join(f'{error:.2%}' for error in errors)} |", flush=True)
-    return worst <= TOLERANCE
+    return good
 
 
 def time_experts(tokens: int, rate: float) -> None:
