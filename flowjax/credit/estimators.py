@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flowjax.credit import ESTIMATORS
 from flowjax.credit.table import (
+    ROUNDING,
     Discount,
     Norm,
     Number,
@@ -35,7 +36,6 @@ from flowjax.credit.table import (
 from flowjax.fields import Interval, declared_types, load_named, nearest, option_problems
 
 Estimator = Callable[..., Float[Array, "turns"]]
-_ROUNDING = 1e-5  # share of the largest score by which scores that are meant to be equal may differ
 
 
 class CreditError(ValueError):
@@ -161,7 +161,7 @@ def maxrl(table: TurnTable) -> Float[Array, "turns"]:
     lowest = jnp.zeros_like(table.score).at[table.group].min(jnp.where(members, table.score, 0.0))[table.group]
     rate = mean - lowest
     largest = jnp.zeros_like(rate).at[table.group].max(jnp.where(members, jnp.abs(table.score), 0.0))[table.group]
-    differ = rate > _ROUNDING * largest  # -0.12 is another number as the sum of other parts
+    differ = rate > ROUNDING * largest
     advantage = (table.score - mean) / jnp.where(differ, rate, 1.0)
     return jnp.where(table.mask & differ, advantage, 0.0)
 
@@ -200,12 +200,13 @@ def best_of_group(table: TurnTable, *, norm: Norm = "mean") -> Float[Array, "tur
     rows = table.score.shape[0]
     scores = jnp.where(members, table.score, -jnp.inf)  # what is no member wins no maximum
     best = jnp.full(rows, -jnp.inf).at[table.group].max(scores)[table.group]
-    leads = members & (table.score == best)
+    in_front = best - table.score <= ROUNDING * jnp.abs(best)
+    leads = members & in_front
     below = jnp.where(leads, -jnp.inf, scores)
     second = jnp.full(rows, -jnp.inf).at[table.group].max(below)[table.group]
     alone_in_front = segment_total(leads.astype(jnp.float32), table.group) == 1
     # In a group of one there is no second: -inf. It must not enter the arithmetic, where 0 * inf would be NaN.
-    earns = table.mask & (table.score == best) & alone_in_front & jnp.isfinite(second)
+    earns = table.mask & in_front & alone_in_front & jnp.isfinite(second)
     _, _, deviation = segment_statistics(table.score, table.group, members)
     scale = 1.0 / (deviation + 1e-6) if norm == "mean_std" else 1.0
     return jnp.where(earns, (table.score - jnp.where(earns, second, 0.0)) * scale, 0.0)
@@ -317,9 +318,9 @@ def rewardflow(
     """A = A_episode + w A_step, A_step from the values of the states of the merged graph. After arXiv 2603.18859.
 
     A turn s -> s' earns d = r + gamma V(s') - V(s), V the policy's own value of a state (`state_values`), over the
-    deviation of d within the group. In every state the mean of d is zero, and a turn that changes nothing earns
-    -(1 - gamma) V(s), never more than zero. `flowjax.published.credit` has the published form, in which V is the
-    best that any sibling reached; `docs/credit/rewardflow.md` says why not here.
+    deviation of d within the group. In every state the mean of d is zero, and a turn that changes nothing and is not
+    its episode's last earns -(1 - gamma) V(s), never more than zero. `flowjax.published.credit` has the published form,
+    in which V is the best that any sibling reached; `docs/credit/rewardflow.md` says why not here.
 
     Args:
         table: the turns.

@@ -262,6 +262,7 @@ Discount = Annotated[Number, Interval(at_least=0, at_most=1)]
 Weight = Annotated[Number, Interval(at_least=0)]
 
 EPSILON = 1e-6
+ROUNDING = 2e-6  # share of the largest by which equal scores may differ: 0.1 * 21 + 1 is not 0.1 * 1 + 3 in float32
 
 
 def segment_total(
@@ -278,16 +279,19 @@ def segment_statistics(
 ) -> tuple[Float[Array, "rows"], Float[Array, "rows"], Float[Array, "rows"]]:
     """Count, mean and unbiased standard deviation of the rows with `weight` in each row's segment.
 
-    The mean of an empty segment is zero, as is the deviation of a segment with fewer than two such rows.
+    The mean of an empty segment is zero, as is the deviation of a segment with fewer than two such rows. Values that
+    differ by rounding alone are equal: each is its own mean, and their deviation is zero.
     """
     counted = weight.astype(values.dtype)
     count = segment_total(counted, segment, segments)
-    # Summed above the least of them: the float32 mean of equal values may differ from them by a rounding, and the
-    # deviation, which normalises the difference, is then no larger.
-    lowest = jnp.full(segments or values.shape[0], jnp.inf, values.dtype)
-    lowest = lowest.at[segment].min(jnp.where(weight, values, jnp.inf))[segment]
-    lowest = jnp.where(count > 0, lowest, 0.0)
+    unbounded = jnp.full(segments or values.shape[0], jnp.inf, values.dtype)
+    lowest = unbounded.at[segment].min(jnp.where(weight, values, jnp.inf))[segment]
+    highest = (-unbounded).at[segment].max(jnp.where(weight, values, -jnp.inf))[segment]
+    lowest, highest = (jnp.where(count > 0, bound, 0.0) for bound in (lowest, highest))
     mean = lowest + segment_total(counted * (values - lowest), segment, segments) / jnp.maximum(count, 1)
+    # Over a deviation that is rounding alone, rounding would be an advantage as large as any.
+    equal = highest - lowest <= ROUNDING * jnp.maximum(jnp.abs(lowest), jnp.abs(highest))
+    mean = jnp.where(equal & (lowest <= values) & (values <= highest), values, mean)
     # From the deviations, not as E[x^2] - E[x]^2: in float32 that difference of large numbers may be below zero.
     squares = segment_total(counted * jnp.square(values - mean), segment, segments)
     return count, mean, jnp.sqrt(squares / jnp.maximum(count - 1, 1))

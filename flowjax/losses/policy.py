@@ -250,7 +250,8 @@ def _gspo(tokens: _Tokens, options: LossOptions) -> Surrogate:
     """
     sequences = _needed("gspo", tokens.sequences)
     mean = sequence_means(tokens.log_ratio, tokens.mask, sequences, tokens.sequence_count)
-    at_token = jax.lax.stop_gradient(mean) + tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
+    # The difference first, which is 0: added to one log-prob the mean would be rounded as that is, 1 % of its clip.
+    at_token = jax.lax.stop_gradient(mean) + (tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs))
     held = tokens._replace(log_ratio=jnp.minimum(at_token, 10.0))  # verl's bound; downwards exp needs none
     return _clipped(held, options.clip_low, options.clip_high)
 

@@ -118,6 +118,14 @@ class TestEdgesOfGroups:
     def test_all_equal_to_a_number_that_float32_rounds(self, name, score):
         np.testing.assert_allclose(advantages(name, group_of(*[score] * 8)), 0, atol=1e-5)
 
+    @pytest.mark.parametrize(("weight", "pairs"), [(0.1, ((1, 3), (21, 1))), (0.3, ((3, 16), (33, 7)))])
+    def test_one_sum_of_other_parts_is_the_same_score(self, name, weight, pairs):
+        """Invalid actions at `weight` and turns at 1, as rewards add them up: one number, but for a rounding."""
+        scores = [-float(np.float32(weight) * np.float32(invalid) + np.float32(turns)) for invalid, turns in pairs]
+        assert scores[0] != scores[1] and scores[0] == pytest.approx(scores[1], rel=1e-6)
+        alike = np.asarray(advantages(name, group_of(*[scores[0]] * 2, turns=2)))
+        np.testing.assert_allclose(advantages(name, group_of(*scores, turns=2)), alike, rtol=1e-5, atol=1e-5)
+
     def test_one_member(self, name):
         values = advantages(name, group_of(1, turns=2))
         assert np.isfinite(values).all()

@@ -83,6 +83,12 @@ def test_a_turn_that_changes_nothing_never_pays():
     assert stays > 100_000
 
 
+def test_the_last_turn_of_a_cut_episode_has_what_it_scores_above_the_states_value():
+    """The example of docs/credit/rewardflow.md, for gamma 0.9: it stood still, and cost less than its sibling."""
+    still, moved = Path([0, 0], [0.0], False, score=-0.1), Path([0, 1, 1], [0.0, 0.0], False, score=-0.5)
+    np.testing.assert_allclose(np.asarray(step_credit(paths_table([still, moved])))[:3], [0.2, -0.2, 0.0], atol=1e-6)
+
+
 def test_where_the_published_form_prefers_doing_nothing_to_trying():
     """Two siblings try another door and lose, one waits twice and then wins: its waiting is no merit of its own."""
     paths = [Path([0, 1], [0.0]), Path([0, 2], [0.0]), Path([0, 0, 0, 3], [0.0, 0.0, 1.0])]

@@ -200,6 +200,21 @@ def test_rows_are_sequences_in_two_dimensions():
     assert float(flat[1]) == float(square[1]) == 4
 
 
+def test_a_sequence_is_within_gspos_clip_or_beyond_it_as_a_whole():
+    """Bounds are a few 1e-4 (docs/losses.md), and log-probs of -20 are rounded to 2e-6."""
+    rng = np.random.default_rng(0)
+    logprobs = -rng.exponential(6.0, 4096).astype(np.float32)
+    behaviour = logprobs - np.float32(3e-4)
+    arrays = [jnp.asarray(x) for x in (logprobs, behaviour, np.ones(4096, np.float32), np.ones(4096, bool))]
+    moved = np.expm1(np.mean((logprobs - behaviour).astype(np.float64)))
+    for bound, clipped in ((moved * 1.001, 0), (moved * 0.999, 4096)):
+        options = LossOptions(clip_low=bound, clip_high=bound)
+        _, _, sums = policy_loss(
+            *arrays, kind="gspo", options=options, sequences=jnp.zeros(4096, jnp.int32), sequence_count=1
+        )
+        assert float(sums["clipped"]) == clipped
+
+
 def test_m2po_bounds_by_exhaustive_search():
     logprobs, behaviour, advantages, mask, _ = batch(6)
     low, high, moment = m2po_bounds(logprobs, behaviour, advantages, mask, threshold=0.02)
