@@ -18,7 +18,6 @@ from flowjax.models.shape import (
 )
 from flowjax.run import Run
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ABSENT = ("rope_theta", "rope_local_base_freq", "rope_parameters", "head_dim", "sliding_window_pattern")  # if null
 SLIDING, FULL = "sliding_attention", "full_attention"  # Hugging Face's names in layer_types
 

@@ -57,6 +57,7 @@ class StepResult:
     started_s: float
     flops: float
     keep: Callable[[], None]  # to be called once the results are there
+    rate: Callable[[int], float]  # learning rate of the newest update, by how many were skipped until then
 
 
 class StepLog:
@@ -97,7 +98,7 @@ class StepLog:
             **_mismatch_metrics([each.mismatch for each in compared]),
             **result.line,
             "skipped_updates": result.counters.skipped_updates,
-            "empty_updates": result.counters.empty_updates,
+            "learning_rate": result.rate(result.counters.skipped_updates),
             "step_s": step_s,
             "keep_s": keep_s,
             "total_s": result.line["wait_s"] + step_s + keep_s + result.line["save_s"],

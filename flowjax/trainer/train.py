@@ -524,16 +524,17 @@ def train(
         batches.ask(_unfinished(learners))  # the next batch comes while the devices work
 
         # log: before the checkpoint, so that a committed step always has its line
+        trained_rows = [row for part in updates for row in part]
         line = {
             **episode_metrics(served),
-            **row_metrics(served.rows, packed, version=step),
-            "learning_rate": _last_rate(learner),
+            **row_metrics(trained_rows, packed, version=step),
+            "empty_updates": learner.counters.empty_updates,
             "compile_count": compile_count(),
             "wait_s": waited_s - started_s,
             "pack_s": packed_s - waited_s,
             "save_s": learner.save_s,  # of the step before
         }
-        flops = step_flops(learner.model, learner.lora, [row for part in updates for row in part])
+        flops = step_flops(learner.model, learner.lora, trained_rows)
         log.add(
             StepResult(
                 policy=learner.name,
@@ -547,6 +548,7 @@ def train(
                 started_s=waited_s,
                 flops=flops,
                 keep=keep,
+                rate=_rate_of(learner),
             )
         )
         # Without checkpoints nothing waits for a step's results: the next ones are dispatched meanwhile.
@@ -610,11 +612,11 @@ def _compile_gradient(learner: Learner, batch: MicroBatch, known: FirstPass) -> 
 # -------------------------------------------------------------------------------------------------- pieces of the loop
 
 
-def _last_rate(learner: Learner) -> float:
-    """Learning rate of the newest update. The optimiser counts those that it made, from 0."""
-    left_out = learner.counters.empty_updates + learner.counters.skipped_updates
-    made = learner.state.step * learner.policy.trainer.updates_per_step - left_out
-    return float(np.asarray(learner.schedule(max(made - 1, 0))))
+def _rate_of(learner: Learner) -> Callable[[int], float]:
+    """Learning rate of the newest update, by how many were skipped until then, which the devices say later. The
+    optimiser counts those that it made, from 0."""
+    tried = learner.state.step * learner.policy.trainer.updates_per_step - learner.counters.empty_updates
+    return lambda skipped: float(np.asarray(learner.schedule(max(tried - skipped - 1, 0))))
 
 
 def _unfinished(learners: Mapping[str, Learner]) -> dict[str, int]:

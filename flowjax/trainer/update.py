@@ -189,8 +189,16 @@ def _m2po_bounds(
     if objective.options.needs_proximal:  # of the very ratio that is clipped; None stands for the policy as it is
         old = [now if known is None else known for now, known in zip(ours, proximal, strict=True)]
     columns = (ours, old, [batch.advantages for batch in batches], [batch.mask for batch in batches])
+    return _bounds_of(columns, objective.options.m2_threshold)
+
+
+# One program for each number of micro-batches: op by op it would be a dozen of them, compiled in the midst of a run.
+@jax.jit
+def _bounds_of(
+    columns: tuple[list[Array], ...], threshold: Float[Array, ""]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     whole = [jnp.concatenate([jnp.reshape(part, -1) for part in column]) for column in columns]
-    return m2po_bounds(*whole, threshold=objective.options.m2_threshold)[:2]
+    return m2po_bounds(*whole, threshold=threshold)[:2]
 
 
 # ------------------------------------------------------------------------------------------------------------ gradient
@@ -343,4 +351,4 @@ def _placed(leaf: Array, sharding: jax.sharding.Sharding) -> Array:
 
 def compile_count() -> int:
     """Programs that this process has compiled for training steps, of all policies and shapes."""
-    return sum(cast(Any, function)._cache_size() for function in (_logprobs_of, _gradient_of, _apply))
+    return sum(cast(Any, function)._cache_size() for function in (_logprobs_of, _bounds_of, _gradient_of, _apply))
