@@ -272,9 +272,11 @@ def test_decoupled_objective_is_weighted_by_truncated_importance():
         ("token_truncate", 0.0, 2.0, [0.5, 2.0, 1.0, 1.0]),
         ("token_clamp", 0.8, 2.0, [0.8, 2.0, 1.0, 1.0]),
         ("token_mask", 0.6, 2.0, [0.0, 0.0, 1.0, 1.0]),
+        ("token_mask", 0.4, 2.0, [0.5, 0.0, 1.0, 1.0]),
         ("sequence_truncate", 0.0, 1.5, [1.5, 1.5, 1.0, 1.0]),
         ("sequence_mask", 0.9, 1.1, [0.0, 0.0, 1.0, 1.0]),
         ("sequence_geometric_mask", 0.9, 1.5, [1.0, 1.0, 1.0, 1.0]),
+        ("sequence_geometric_mask", 0.9, 1.3, [0.0, 0.0, 1.0, 1.0]),
         ("sequence_outlier_mask", 0.1, 3.0, [0.0, 0.0, 1.0, 1.0]),
     ],
 )
@@ -285,6 +287,18 @@ def test_corrections(correction, low, high, expected):
         sequence_count=2,
     )  # fmt: skip
     np.testing.assert_allclose(weights, expected, rtol=1e-6)
+
+
+def test_a_mask_without_proximal_log_probs_only_says_which_tokens_count():
+    """By pi / mu; the objective has that ratio already, and what is masked stays in the denominator."""
+    log_ratio = jnp.log(jnp.array([0.4, 1.0, 1.5, 3.0]))
+    advantages = jnp.array([1.0, 2.0, -4.0, 8.0])
+    options = LossOptions(correction="token_mask", correction_low=0.5, correction_high=2.0)
+    total, denominator, sums = policy_loss(
+        log_ratio - 5.0, jnp.full(4, -5.0), advantages, jnp.ones(4, bool), kind="importance", options=options
+    )
+    assert float(total) == pytest.approx(-(2.0 * 1.0 - 4.0 * 1.5), rel=1e-5)
+    assert float(denominator) == 4 and float(sums["correction_weight"]) == 2
 
 
 def test_mismatch_is_zero_only_where_both_agree():

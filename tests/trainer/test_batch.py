@@ -20,11 +20,13 @@ def row(length: int, sampled_places: list[int], start: int = 100) -> TokenRow:
         np.where(sampled, -values, 0).astype(np.float32),
         np.where(sampled, values / 7, 0).astype(np.float32),
         np.where(sampled, start, -1).astype(np.int32),
+        start % 7,  # 0: the row is all of its trajectory
     )
 
 
 def unpacked(micro_batches) -> dict[int, tuple]:
-    """First token of each sequence -> its tokens and the (token, log-prob, advantage, version) of its sampled ones."""
+    """First token of each sequence -> its tokens and the (token, log-prob, advantage, version, sampled tokens of its
+    trajectory) of its sampled ones."""
     found = {}
     for batch in micro_batches:
         for index in range(len(batch.tokens)):
@@ -42,6 +44,7 @@ def unpacked(micro_batches) -> dict[int, tuple]:
                     batch.behaviour_logprobs[index, inside].tolist(),
                     batch.advantages[index, inside].tolist(),
                     batch.versions[index, inside].tolist(),
+                    batch.trajectory_tokens[index, inside].tolist(),
                     strict=True,
                 )
                 assert tokens[0] not in found
@@ -68,7 +71,8 @@ def test_packing_loses_nothing_and_mixes_nothing(lengths, micro_batch_rows, trim
         assert tokens == original.tokens.tolist()
         places = np.flatnonzero(original.sampled)
         columns = (original.tokens, original.logprobs, original.advantages, original.versions)
-        assert sampled == [tuple(column[place].item() for column in columns) for place in places]
+        of_trajectory = original.trajectory_tokens or len(places)
+        assert sampled == [(*(column[place].item() for column in columns), of_trajectory) for place in places]
 
 
 @settings(max_examples=50, deadline=None)

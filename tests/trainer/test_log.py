@@ -2,10 +2,14 @@
 
 import urllib.request
 
+import numpy as np
 import pytest
 
 from flowjax.monitor.metrics import read_status
-from flowjax.trainer.log import TrainerStatus, _update_metrics, memory_metrics
+from flowjax.records import TokenRow
+from flowjax.trainer.batch import pack
+from flowjax.trainer.log import TrainerStatus, _update_metrics, episode_metrics, memory_metrics, row_metrics
+from flowjax.trainer.sources import Served
 
 
 def test_each_policys_newest_step_is_told(tmp_path):
@@ -27,6 +31,29 @@ def test_updates_weigh_by_their_tokens_and_one_that_was_skipped_not_at_all():
     skipped = {"trained_tokens": 5.0, "loss": float("nan"), "skipped": 1.0}
     found = _update_metrics([*({**update, "skipped": 0.0} for update in of), skipped])
     assert found == {"trained_tokens": 1005.0, "loss": pytest.approx(2.98)}
+
+
+def test_the_learning_curve_is_of_means_over_trajectories_turns_and_groups():
+    totals = {"groups": 4, "groups_without_signal": 1, "episodes": 8, "turns": 20, "invalid_turns": 5, "cut_turns": 2}
+    totals |= {"sampled_tokens": 120, "reward": 2.0, "success": 6.0, "reward/format": 4.0}
+    expected = {"episodes": 8, "turns": 20, "dropped_groups": 3, "reward_mean": 0.25, "success_rate": 0.75}
+    expected |= {"invalid_share": 0.25, "cut_share": 0.1, "reply_tokens_mean": 6.0, "turns_mean": 2.5}
+    expected |= {"no_signal_share": 0.25, "reward/format": 0.5}
+    assert episode_metrics(Served("agent", [], totals, dropped=3)) == expected
+    assert episode_metrics(Served("agent", [])) == {}
+
+
+def test_lag_and_padding_are_of_the_rows():
+    def row(versions: list[int]) -> TokenRow:
+        found = np.array(versions, np.int32)
+        return TokenRow("agent", np.arange(len(found)), found >= 0, *(np.zeros(len(found), np.float32),) * 2, found)
+
+    rows = [row([-1, 5, 5, 7]), row([-1, -1, 7])]
+    packed = [pack(rows, row_tokens=16, micro_batch_rows=2)]
+    found = row_metrics(rows, packed, version=8)
+    assert found["row_tokens"] == 7 and found["padding_share"] == pytest.approx(1 - 7 / 32)
+    assert found["staleness_mean"] == pytest.approx((3 + 3 + 1 + 1) / 4) and found["staleness_max"] == 3
+    assert found["swapped_share"] == pytest.approx(1 / 4), "the last token of the first reply"
 
 
 def test_memory_of_this_process():

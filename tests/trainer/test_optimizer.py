@@ -1,5 +1,7 @@
 """Optimisers by config: rules that cover every parameter, Muon on stacked matrices, schedules."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +64,40 @@ def test_leaves_that_rules_freeze_have_numbers(trained):
     assert still_leaves(config, trained) == frozenset()
     config.rules = (("q_proj", {}), ("norm", {"frozen": False}), (".*", {"frozen": True}))
     assert {names[i] for i in still_leaves(config, trained)} == {"embedding", "layers/o_proj"}
+
+
+@pytest.mark.parametrize("rules", [(), ((".*", {}),)])
+def test_a_gradient_is_clipped_by_the_norm_of_all(trained, rules):
+    long = updates(trained, name="sgd", clip_norm=1.0, rules=rules)
+    assert np.sqrt(sum(np.sum(step**2) for step in long.values())) == pytest.approx(0.1, rel=1e-5)
+    short = updates(trained, lambda leaf: 1e-3 * jnp.ones_like(leaf), name="sgd", clip_norm=1.0, rules=rules)
+    assert all(np.allclose(step, -1e-4) for step in short.values())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_decay_is_taken_from_every_weight(trained, name):
+    weights = dict(
+        zip(jax.tree.leaves(parameter_names(trained)), map(np.asarray, jax.tree.leaves(trained)), strict=True)
+    )
+    without, decayed = (updates(trained, name=name, weight_decay=decay) for decay in (0.0, 0.1))
+    for parameter, step in decayed.items():
+        np.testing.assert_allclose(step - without[parameter], -0.1 * 0.1 * weights[parameter], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_moments_fade_by_the_configs_betas(trained, name):
+    """The second step of a vector, whose gradient turned: by Adam's formula; Muon has Nesterov's form of it there."""
+    config = default_config().optimizer
+    config.update({"name": name, "learning_rate": 0.1, "warmup_steps": 0, "clip_norm": 1e9, "betas": (0.5, 0.8)})
+    optimizer = make_optimizer(config, 10, trained)
+    state = optimizer.init(trained)
+    for slope in (1.0, -3.0):
+        gradient = jax.tree.map(partial(jnp.full_like, fill_value=slope), trained)
+        step, state = jax.jit(optimizer.update)(gradient, state, trained)
+    mean = 0.5 * 0.5 * 1 + 0.5 * -3
+    first = mean / (1 - 0.5**2) if name == "adamw" else 0.5 * mean / (1 - 0.5**3) + 0.5 * -3 / (1 - 0.5**2)
+    second = (0.8 * 0.2 * 1 + 0.2 * 9) / (1 - 0.8**2)
+    np.testing.assert_allclose(np.asarray(step["final_norm"].get_value()), -0.1 * first / second**0.5, rtol=1e-4)
 
 
 def test_one_rule_for_all_is_no_rule(trained):

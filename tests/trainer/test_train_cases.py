@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file
 from test_train import MODEL, SeededSource, losses, run, settings
 
 from flowjax.config import ConfigError
+from flowjax.losses.policy import LossOptions
 from flowjax.models.decoder import Decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
@@ -27,7 +29,7 @@ from flowjax.trainer.batch import pack
 from flowjax.trainer.optimizer import OptimizerMemory
 from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, Served
 from flowjax.trainer.train import make_objective, train_one, use_compile_cache
-from flowjax.trainer.update import PolicyState, compile_count, logprobs_of
+from flowjax.trainer.update import PolicyState, compile_count, first_pass, gradient_of, logprobs_of
 from flowjax.weights.publish import (
     HANDED_OVER,
     CheckpointError,
@@ -169,8 +171,19 @@ def test_engine_and_trainer_are_compared_under_the_version_that_sampled(tmp_path
         (batch,) = pack([row], row_tokens=16, micro_batch_rows=1)
         return np.asarray(logprobs_of(objective, PolicyState(0, trained, None, frozen), batch))[np.asarray(batch.mask)]
 
-    apart, source = [], Honest(scored)
+    apart, source, seeds, starts = [], Honest(scored), [], []
+
+    def looked_back(*args: Any, start: Any):
+        starts.append(None if start is None else [np.array(leaf) for leaf in jax.tree.leaves(start)])
+        return first_pass(*args, start=start)
+
+    def spied(*args: Any, dropout_seed: Any, total: Any):
+        seeds.append(None if dropout_seed is None else tuple(dropout_seed.tolist()))
+        return gradient_of(*args, dropout_seed=dropout_seed, total=total)
+
     monkeypatch.setattr(train, "logprobs_of", lambda *args: apart.append(args) or logprobs_of(*args))
+    monkeypatch.setattr(train, "gradient_of", spied)
+    monkeypatch.setattr(train, "first_pass", looked_back)
     with Checkpoints(tmp_path / "checkpoints", keep=20) as checkpoints:
         train.train_one(policy_run, model, source, mesh=mesh, metrics=MetricsWriter(tmp_path), checkpoints=checkpoints)
     first, second, _ = (line for line in read_metrics(tmp_path) if line["kind"] == "train")
@@ -183,6 +196,12 @@ def test_engine_and_trainer_are_compared_under_the_version_that_sampled(tmp_path
     assert off and off == {number for number in of_third if number < 5} and off != set(of_third)
     # Ahead of the first step, and then for the older version; with dropout for the newest of each step, too.
     assert len(apart) == (6 if dropout else 3)
+    passes = seeds[-6:]  # three steps of two updates, each of one micro-batch
+    assert len(set(passes)) == 6 if dropout else set(passes) == {None}, "no two passes drop the same"
+    assert dropout or starts[-4] is starts[-2] is None, "a step's first update is of the policy that it began with"
+    for version, start in ((1, starts[-3]), (2, starts[-1])):  # its second one looks back to that
+        saved = jax.tree.leaves(read_adapter(tmp_path / "checkpoints", version))
+        assert all(np.array_equal(leaf, other) for leaf, other in zip(start, saved, strict=True))
 
 
 def full_settings(steps: int, *, every: int = 1):
@@ -245,6 +264,23 @@ def test_an_optimiser_on_the_host_takes_the_same_steps(tmp_path: Path):
     array = jax.device_put(jnp.ones(3), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     assert memory.to_host(array).sharding.memory_kind == "pinned_host"
     assert memory.to_device(memory.to_host(array)).sharding.memory_kind == "device"
+
+
+def test_an_objective_is_as_the_config_says():
+    config = settings(1)
+    with config.unlocked():
+        config.rollout.temperature, config.trainer.logprob_chunk_tokens = 0.7, 32
+        config.loss.update({"kind": "gspo", "kl_coefficient": 0.2, "entropy_coefficient": 0.03})
+        config.loss.options = {"clip_high": 0.4, "correction": "token_truncate"}
+        config.optimizer.rules = (("q_proj/a", {"frozen": True}), (".*", {}))
+    of_run = resolve(config)
+    model = Decoder(TINY, lora=ADAPTER, dtype=jnp.float32, remat="none", key=jax.random.key(0))
+    graph, trained, _ = nnx.split(model, LoraParam, ...)
+    made = make_objective(of_run, of_run.policies["agent"], graph, trained)
+    expected = {"kind": "gspo", "kl_coefficient": 0.2, "entropy_coefficient": 0.03, "temperature": 0.7}
+    expected |= {"options": LossOptions(clip_high=0.4, correction="token_truncate"), "chunk_tokens": 32}
+    expected |= {"graph": graph, "still": frozenset({0}), "dtypes": (np.dtype(np.float32),) * 2}
+    assert {field.name: getattr(made, field.name) for field in fields(made)} == expected
 
 
 def test_the_line_tells_speed_and_padding(tmp_path: Path):

@@ -1,5 +1,7 @@
 """The update does not depend on how its rows are laid out: packed or not, in one micro-batch or in many."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,25 +188,56 @@ def test_the_base_is_the_reference_policy(split):
     assert kl["noisy"] > 1e-4
 
 
-def test_the_entropy_term_is_the_gradient_of_a_full_softmax_entropy(split):
-    """What the coefficient adds to the gradient, beside the summed entropy written out over the whole vocabulary."""
+def written_out(graph, arrays, frozen, batch, scale: float = 1.0) -> jax.Array:
+    """[row, sampled, token] Log-probs over the whole vocabulary, with the adapter scaled."""
+    model = nnx.merge(graph, jax.tree.map(lambda leaf: scale * leaf, arrays), frozen)
+    hidden = model(batch.tokens, batch.positions, batch.segments)
+    before = jnp.take_along_axis(hidden, batch.places[..., None] - 1, axis=1)
+    return jax.nn.log_softmax((before @ model.head()) / 1.3)
+
+
+@pytest.mark.parametrize("term", ["entropy", "kl"])
+def test_what_a_term_adds_to_the_gradient_is_that_of_its_formula(split, term):
+    """The entropy of the policy, and its k3 KL to the base, summed over the sampled tokens."""
     graph, trained, frozen = split
+    trained = jax.tree.map(lambda leaf: 4 * leaf, trained)  # further from the base
     batch = pack(rows(3), row_tokens=16, micro_batch_rows=4)[0]
+    sampled = jnp.take_along_axis(jnp.asarray(batch.tokens), batch.places, axis=1)[..., None]
 
     @jax.jit
     @jax.value_and_grad
-    def entropy(arrays):
-        model = nnx.merge(graph, arrays, frozen)
-        hidden = model(batch.tokens, batch.positions, batch.segments)
-        before = jnp.take_along_axis(hidden, batch.places[..., None] - 1, axis=1)
-        logprobs = jax.nn.log_softmax((before @ model.head()) / 1.3)
-        return jnp.sum(-jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1), where=batch.mask)
+    def formula(arrays):
+        ours = written_out(graph, arrays, frozen, batch)
+        if term == "entropy":
+            return jnp.sum(-jnp.sum(jnp.exp(ours) * ours, axis=-1), where=batch.mask)
+        above = jnp.take_along_axis(ours - written_out(graph, arrays, frozen, batch, 0.0), sampled, axis=-1)[..., 0]
+        return jnp.sum(jnp.exp(-above) - 1 + above, where=batch.mask)
 
+    none = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0}
     parts = [
-        gradient_of(objective_of(graph, kl_coefficient=0.0, entropy_coefficient=c), state_of(trained, frozen), batch)[0]
-        for c in (0.5, 0.0)
+        gradient_of(objective_of(graph, **coefficients), state_of(trained, frozen), batch)[0]
+        for coefficients in (none | {f"{term}_coefficient": 0.5}, none)
     ]
     added = jax.tree.map(lambda with_term, without: with_term - without, parts[0].gradient, parts[1].gradient)
-    value, wanted = entropy(trained)
-    assert_close(added, jax.tree.map(lambda leaf: -0.5 * leaf, wanted), atol=2e-4)
-    np.testing.assert_allclose(parts[0].sums["entropy"], value, rtol=1e-4)
+    value, wanted = formula(trained)
+    sign = -1 if term == "entropy" else 1  # entropy is sought, distance to the base avoided
+    assert_close(added, jax.tree.map(lambda leaf: sign * 0.5 * leaf, wanted), atol=2e-4)
+    assert optax.global_norm(wanted) > 0.05
+    np.testing.assert_allclose(parts[0].sums["entropy" if term == "entropy" else "reference_kl"], value, rtol=1e-3)
+
+
+def test_an_update_makes_praised_tokens_likelier(split):
+    graph, trained, frozen = split
+    objective = objective_of(graph, kl_coefficient=0.0, entropy_coefficient=0.0)
+    batch = pack(rows(3), row_tokens=16, micro_batch_rows=4)[0]
+    praise = np.where(batch.sequences % 2, 1.0, -1.0).astype(np.float32) * batch.mask
+    before = logprobs_of(objective, state_of(trained, frozen), batch)
+    batch = replace(batch, advantages=praise, behaviour_logprobs=np.asarray(before))  # the policy itself has sampled
+    total, _ = gradient_of(objective, state_of(trained, frozen), batch)
+    optimizer = optax.sgd(0.01)
+    state = replace(state_of(trained, frozen), optimizer=optimizer.init(trained))
+    stepped, metrics = apply(optimizer, state, total)
+    gained = float(np.sum(praise * np.asarray(logprobs_of(objective, stepped, batch) - before)))
+    # To first order the step's length, rate times gradient, times the slope, for the sum over tokens.
+    assert gained == pytest.approx(0.01 * float(metrics["gradient_norm"]) ** 2 * batch.mask.sum(), rel=0.1)
+    assert gained > 1e-4
