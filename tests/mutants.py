@@ -95,6 +95,15 @@ NAMED = (
     ("remaining_s", "last - (", "last + ("),
     ("_pace_s", "lines[1:]", "lines"),
     ("_pace_s", "maxlen=2 * RECENT_STEPS", "maxlen=None"),
+    (
+        "_apply",
+        "optax.apply_updates(trained, updates)",
+        "optax.apply_updates(trained, jax.tree.map(jnp.negative, updates))",
+    ),
+    ("_summed_loss", "total + objective.kl_coefficient", "total - objective.kl_coefficient"),
+    ("make_objective", "temperature=run.config.rollout.temperature", "temperature=1.0"),
+    ("_mismatch_weights", "tokens.old if is_decoupled else tokens.logprobs", "tokens.old"),
+    ("make_optimizer", "optax.clip_by_global_norm(config.clip_norm), _named", "optax.identity(), _named"),
 )
 
 

@@ -85,11 +85,12 @@ def pass_at_k(turns: list[Turn], k: int = 4) -> list[float]:
     return [advantage[turn.trajectory] for turn in turns]
 
 
-def best_of_group(turns: list[Turn]) -> list[float]:
+def best_of_group(turns: list[Turn], norm: str = "mean") -> list[float]:
     lead: dict[int, tuple[float, float]] = {}
     for g, scores in members(turns).items():
         ordered = sorted(scores.values(), reverse=True)
-        lead[g] = (ordered[0], ordered[0] - ordered[1]) if len(ordered) > 1 else (ordered[0], 0.0)
+        scale = deviation(ordered) + 1e-6 if norm == "mean_std" else 1.0
+        lead[g] = (ordered[0], (ordered[0] - ordered[1]) / scale) if len(ordered) > 1 else (ordered[0], 0.0)
     return [lead[turn.group][1] if turn.score == lead[turn.group][0] else 0.0 for turn in turns]
 
 
@@ -104,8 +105,8 @@ def returns(turns: list[Turn], gamma: float, rewards: str) -> list[float]:
     return result
 
 
-def discounted_return(turns: list[Turn]) -> list[float]:
-    values = returns(turns, 0.95, "score")
+def discounted_return(turns: list[Turn], rewards: str = "score") -> list[float]:
+    values = returns(turns, 0.95, rewards)
     groups: dict[int, list[float]] = defaultdict(list)
     for turn, value in zip(turns, values, strict=True):
         groups[turn.group].append(value)
@@ -113,25 +114,32 @@ def discounted_return(turns: list[Turn]) -> list[float]:
     return [value - mean[turn.group] for turn, value in zip(turns, values, strict=True)]
 
 
-def reinforce_plus_plus(turns: list[Turn]) -> list[float]:
-    return whiten(returns(turns, 1.0, "score"))
+def reinforce_plus_plus(turns: list[Turn], gamma: float = 1.0, rewards: str = "score") -> list[float]:
+    return whiten(returns(turns, gamma, rewards))
 
 
 def reinforce_plus_plus_baseline(turns: list[Turn]) -> list[float]:
     return whiten(dr_grpo(turns))
 
 
-def gigpo(turns: list[Turn]) -> list[float]:
-    values = returns(turns, 0.95, "reward")
-    visits: dict[int, list[float]] = defaultdict(list)
+def gigpo(turns: list[Turn], rewards: str = "reward", norm: str = "mean", invalid_penalty: float = 0.0) -> list[float]:
+    values = returns(turns, 0.95, rewards)
+    values = [value - invalid_penalty * (not turn.valid) for turn, value in zip(turns, values, strict=True)]
+    visits: dict[tuple[int, int], list[float]] = defaultdict(list)
     for turn, value in zip(turns, values, strict=True):
-        visits[turn.state].append(value)
-    mean = {state: statistics.fmean(found) for state, found in visits.items()}
-    steps = [value - mean[turn.state] for turn, value in zip(turns, values, strict=True)]
-    return [episode + step for episode, step in zip(dr_grpo(turns), steps, strict=True)]
+        visits[turn.group, turn.state].append(value)
+    steps = []
+    for turn, value in zip(turns, values, strict=True):
+        found = visits[turn.group, turn.state]
+        scale = deviation(found) + 1e-6 if norm == "mean_std" else 1.0
+        steps.append((value - statistics.fmean(found)) / scale)
+    episodes = grpo(turns) if norm == "mean_std" else dr_grpo(turns)
+    return [episode + step for episode, step in zip(episodes, steps, strict=True)]
 
 
-def temporal_differences(turns: list[Turn], gamma: float) -> tuple[list[float], dict[tuple[int, int], float]]:
+def temporal_differences(
+    turns: list[Turn], gamma: float, rewards: str = "score"
+) -> tuple[list[float], dict[tuple[int, int], float]]:
     """r + gamma V(s') - V(s) of each turn, and V of each group's states: swept over until nothing changes."""
     lowest: dict[int, float] = defaultdict(float)
     visits: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -145,9 +153,10 @@ def temporal_differences(turns: list[Turn], gamma: float) -> tuple[list[float], 
 
     def ahead(row: int) -> float:
         after = following[row]
+        earned = turns[row].reward if rewards == "reward" else 0.0
         if after is None:
-            return turns[row].score - lowest[turns[row].group]
-        return gamma * values[turns[after].group, turns[after].state]
+            return earned if rewards == "reward" else turns[row].score - lowest[turns[row].group]
+        return earned + gamma * values[turns[after].group, turns[after].state]
 
     while True:
         fresh = {state: statistics.fmean(ahead(row) for row in rows) for state, rows in visits.items()}
@@ -157,8 +166,9 @@ def temporal_differences(turns: list[Turn], gamma: float) -> tuple[list[float], 
             return [ahead(row) - values[turn.group, turn.state] for row, turn in enumerate(turns)], values
 
 
-def rewardflow(turns: list[Turn]) -> list[float]:
-    credit, values = temporal_differences(turns, 0.9)
+def rewardflow(turns: list[Turn], rewards: str = "score", invalid_penalty: float = 0.0) -> list[float]:
+    credit, values = temporal_differences(turns, 0.9, rewards)
+    credit = [value - invalid_penalty * (not turn.valid) for turn, value in zip(turns, credit, strict=True)]
     groups: dict[int, list[float]] = defaultdict(list)
     for turn, value in zip(turns, credit, strict=True):
         groups[turn.group].append(value)
@@ -168,8 +178,8 @@ def rewardflow(turns: list[Turn]) -> list[float]:
     return [episode + step for episode, step in zip(grpo(turns), steps, strict=True)]
 
 
-def gae(turns: list[Turn]) -> list[float]:
-    credit, _ = temporal_differences(turns, 0.95)
+def gae(turns: list[Turn], rewards: str = "score") -> list[float]:
+    credit, _ = temporal_differences(turns, 0.95, rewards)
     result = [0.0] * len(turns)
     for path in paths(turns):
         later = 0.0

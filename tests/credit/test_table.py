@@ -1,5 +1,7 @@
 """The table: dense ids, padding, and every kind of bad input refused with its column and row."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,13 @@ def test_states_are_dense_and_kept_apart_by_group():
     np.testing.assert_array_equal(columns["score"][:4], [1, 1, 0, 0.5])
     np.testing.assert_array_equal(np.flatnonzero(columns["mask"]), [0, 1, 2, 3])
     np.testing.assert_array_equal(np.flatnonzero(columns["terminal"]), [1])
+
+
+def test_a_turns_own_reward_and_whether_it_could_be_read_are_kept():
+    unreadable = replace(turn(1, 1, reward=0.25), valid=False)
+    columns = columns_of(build_table([group(trajectory(unreadable, turn(1, 2, reward=-1.0)))], np.array([3.0])))
+    np.testing.assert_array_equal(columns["valid"][:2], [False, True])
+    np.testing.assert_array_equal(columns["reward"][:2], [0.25, -1.0])
 
 
 def test_rows_are_padded_to_few_sizes():

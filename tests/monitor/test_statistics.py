@@ -133,6 +133,14 @@ def test_rounding_is_no_spread_of_the_tasks(rows: int, tasks: int):
     assert task_interval(scores[0]) == pytest.approx(task_interval(np.full(tasks, 0.2)))
 
 
+def test_what_would_have_been_found_is_a_shift_that_four_tests_in_five_see():
+    """Of one seed, whose tasks are paired: the noncentral t, as power tables have it to a good approximation."""
+    differences = np.random.default_rng(3).normal(size=(1, 30))
+    found = difference(differences, np.zeros((1, 30)))
+    error = differences.std(ddof=1) / np.sqrt(30)
+    assert found.detectable == pytest.approx(error * (stats.t.ppf(0.975, 29) + stats.t.ppf(0.8, 29)))
+
+
 def test_what_is_the_same_differs_by_nothing():
     same = np.random.default_rng(7).random((1, 20))
     found = difference(same, same)

@@ -183,7 +183,7 @@ def test_training_and_evaluation_sample_each_in_its_own_way(tmp_path):
     async def scenario():
         fields = {f"rollout__{name}": value for name, value in training.items()}
         fields |= {f"eval__{name}": value for name, value in evaluation.items()}
-        run = RolloutRun(tmp_path, eval__tasks=2, rollout__stop=("</action>", "\n"), **fields)
+        run = RolloutRun(tmp_path, eval__tasks=2, eval__seed=3, rollout__stop=("</action>", "\n"), **fields)
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: len({episode.group_id.partition("-")[0] for episode in servers.counted}) == 2)
         return servers.engine.bodies
@@ -192,6 +192,10 @@ def test_training_and_evaluation_sample_each_in_its_own_way(tmp_path):
     sent = {body["temperature"]: {name: body[name] for name in training} for body in bodies}
     assert sent == {0.7: training, 0.6: evaluation}
     assert all(body["stop"] == ["</action>", "\n"] and body["stop_token_ids"] == [] for body in bodies)
+    # Evaluations can be repeated, reply for reply; equal prompts of a group in training must have different ones.
+    assert not any("seed" in body for body in bodies if body["temperature"] == training["temperature"])
+    seeds = [body["seed"] for body in bodies if body["temperature"] == evaluation["temperature"]]
+    assert len(set(seeds)) == len(seeds) and min(seeds) >= 0
 
 
 def test_the_end_of_a_turn_stops_a_reply(tmp_path):

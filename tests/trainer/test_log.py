@@ -46,7 +46,8 @@ def test_the_learning_curve_is_of_means_over_trajectories_turns_and_groups():
 def test_lag_and_padding_are_of_the_rows():
     def row(versions: list[int]) -> TokenRow:
         found = np.array(versions, np.int32)
-        return TokenRow("agent", np.arange(len(found)), found >= 0, *(np.zeros(len(found), np.float32),) * 2, found)
+        nothing = np.zeros(len(found), np.float32)
+        return TokenRow("agent", np.arange(len(found)), found >= 0, nothing, nothing, found)
 
     rows = [row([-1, 5, 5, 7]), row([-1, -1, 7])]
     packed = [pack(rows, row_tokens=16, micro_batch_rows=2)]

@@ -1,6 +1,7 @@
 """The update does not depend on how its rows are laid out: packed or not, in one micro-batch or in many."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -213,10 +214,11 @@ def test_what_a_term_adds_to_the_gradient_is_that_of_its_formula(split, term):
         above = jnp.take_along_axis(ours - written_out(graph, arrays, frozen, batch, 0.0), sampled, axis=-1)[..., 0]
         return jnp.sum(jnp.exp(-above) - 1 + above, where=batch.mask)
 
-    none = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0}
+    none: dict[str, Any] = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0}
+    half: dict[str, Any] = {**none, f"{term}_coefficient": 0.5}
     parts = [
         gradient_of(objective_of(graph, **coefficients), state_of(trained, frozen), batch)[0]
-        for coefficients in (none | {f"{term}_coefficient": 0.5}, none)
+        for coefficients in (half, none)
     ]
     added = jax.tree.map(lambda with_term, without: with_term - without, parts[0].gradient, parts[1].gradient)
     value, wanted = formula(trained)

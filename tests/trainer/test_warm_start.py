@@ -96,14 +96,21 @@ class Seen(Exception):
     """The world that demonstrations would be made in."""
 
 
-def test_a_base_is_taught_with_the_same_optimiser_whatever_a_run_trains_with(tmp_path: Path):
+def test_a_base_imitates_and_does_so_alike_whatever_a_run_trains_with(tmp_path: Path):
     """The note in its folder, by which later runs know it, says nothing of that."""
     config = sokoban.get_config("nano")
+    config.loss.update({"kind": "ppo", "kl_coefficient": 0.5, "entropy_coefficient": 0.1})
+    config.loss.options = {"correction": "token_truncate"}
+    config.rollout.temperature = 0.5
     taught = []
     for changes in ({}, {"name": "sgd", "clip_norm": 1e-3, "betas": (0.5, 0.5), "weight_decay": 1.0}):
         config.optimizer.update(changes)
         run = resolve(config, tmp_path)
-        taught.append(warm_start._imitation(run, run.bases["base"]).policies["base"].optimizer.to_dict())
+        imitation = warm_start._imitation(run, run.bases["base"])
+        taught.append(imitation.policies["base"].optimizer.to_dict())
+        loss = imitation.policies["base"].loss
+        assert (loss.kind, loss.kl_coefficient, loss.entropy_coefficient) == ("cross_entropy", 0.0, 0.0)
+        assert not loss.options and imitation.config.rollout.temperature == 1.0
     assert taught[0] == taught[1]
 
 
