@@ -107,9 +107,14 @@ class Run:
     agents: Mapping[str, str]
 
     @property
+    def is_evaluation(self) -> bool:
+        """True of what `flowjax.evaluate` plays: nothing is trained, and there is no dataflow."""
+        return bool(self.config.eval.versions)
+
+    @property
     def trains(self) -> bool:
         """True where a part of the trainer is on this machine: others need not fit its mesh."""
-        return "trainer" not in self.config.elsewhere
+        return "trainer" not in self.config.elsewhere and not self.is_evaluation
 
     @property
     def is_node(self) -> bool:
@@ -361,7 +366,7 @@ def check_agents(run: Run) -> None:
                 "base model by what is trained: name a policy, or train 'lora'"
             )
     models = dict.fromkeys(run.agents.values())
-    if models.keys() <= run.bases.keys() and not run.config.eval.versions:  # an evaluation trains nothing anyhow
+    if models.keys() <= run.bases.keys() and not run.is_evaluation:
         spoken = ", ".join(map(repr, models))
         raise ConfigError(f"config.agents has {spoken} speak for every agent, so nothing is trained: name a policy")
 

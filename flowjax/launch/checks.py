@@ -202,7 +202,7 @@ def _cut(run: Run, policy: Policy) -> Iterator[str]:
     begins at the kept share instead of 1, so that a clip at 0.8 would silence tokens that nothing has moved yet.
     """
     correction = policy.loss.options.get("correction", "none")
-    if run.config.eval.versions or (correction != "none" and not str(correction).endswith("mask")):
+    if run.is_evaluation or (correction != "none" and not str(correction).endswith("mask")):
         return
     for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("structured_outputs", False)):
         if (value := run.config.rollout[name]) != off:
@@ -248,7 +248,7 @@ def _episodes(run: Run) -> Iterator[str]:
         )
     if BASE_NAME in run.policies:
         yield f"a policy is named {BASE_NAME!r}, which is the engine's name of the base model: give it another name"
-    for policy in run.config.policies if not run.config.eval.versions else ():
+    for policy in run.config.policies if not run.is_evaluation else ():
         if policy not in run.agents.values():
             yield (
                 f"config.policies.{policy} speaks for no agent, and its trainer would wait for batches without end: "

@@ -217,7 +217,7 @@ def shown_axes(mesh: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in mesh.items() if size > 1 or name in ("data", "fsdp", "tensor")}
 
 
-def check_attention(run: Run, policy: Policy, model: "ModelConfig", sequence_parts: int, platform: str) -> None:
+def check_attention(policy: Policy, model: "ModelConfig", sequence_parts: int, platform: str) -> None:
     """Refuse a form of attention that the trainer cannot compute on any device of a platform.
 
     Raises:
@@ -225,8 +225,6 @@ def check_attention(run: Run, policy: Policy, model: "ModelConfig", sequence_par
     """
     from flowjax.models.attention import choose_attention
 
-    if run.config.eval.versions:  # an evaluation has no trainer
-        return
     device = SimpleNamespace(platform=platform, compute_capability="10.0" if platform == "gpu" else "")
     section, tokens = policy.base.model, policy.trainer.row_tokens
     options: dict[str, Any] = {"tokens": tokens, "dtype": section.dtype, "sequence_parts": sequence_parts}

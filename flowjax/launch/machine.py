@@ -116,7 +116,7 @@ def check_ports(run: Run) -> list[str]:
         if base.engine.port and not base.engine.urls
     }
     problems, hosts = [], {"config.dataflow.port": run.config.dataflow.host}
-    starts_dataflow = not run.is_node and not run.config.eval.versions
+    starts_dataflow = not run.is_node and not run.is_evaluation
     if starts_dataflow and not can_bind(0, host := run.config.dataflow.host):
         problems.append(
             f"config.dataflow.host is {host!r}, which is no address of this machine: give one, or 0.0.0.0 for all"
@@ -204,14 +204,13 @@ def check_accelerators(run: Run, devices: Devices) -> list[str]:
 def _tpu_chips(run: Run, devices: Devices) -> list[str]:
     """Uses that TPUs do not have: a chip of two processes, three chips of one, all weights reloaded."""
     problems = []
-    trains = run.trains and not run.config.eval.versions
-    if trains and (devices.shared or len(devices.trainer) < devices.trainers):
+    if run.trains and (devices.shared or len(devices.trainer) < devices.trainers):
         problems.append(
             f"the trainer would share TPU chips {','.join(devices.trainer)} with the engines or another trainer, and a "
             "chip is of one process: lower config.engine.replicas or tensor_parallel, have engines elsewhere "
             "(config.engine.urls), or config.separate_trainers=False"
         )
-    each = {"the trainer": devices.trainer_count // devices.hosts} if trains and devices.trainer else {}
+    each = {"the trainer": devices.trainer_count // devices.hosts} if run.trains and devices.trainer else {}
     for name, base in run.bases.items():
         if not base.engine.urls:
             each[in_base(name, "config.engine.tensor_parallel")] = base.engine.tensor_parallel
@@ -221,7 +220,7 @@ def _tpu_chips(run: Run, devices: Devices) -> list[str]:
         for name, count in each.items()
         if count not in TPU_BOUNDS
     ]
-    if trains and processes_here(run.config.trainer) > 1:
+    if run.trains and processes_here(run.config.trainer) > 1:
         problems.append(
             f"config.trainer.processes is {run.config.trainer.processes}, but a host of TPUs has one process of a "
             "trainer: leave it at 1, or start --role=trainer on each host (docs/clusters.md)"
@@ -270,20 +269,20 @@ def _engine_accelerators(run: Run, devices: Devices) -> list[str]:
     return [f"{', '.join(named)}, which takes {wanted} accelerators, but there are {have}: lower one of them"]
 
 
-def check_folder(run_dir: Path, needed_bytes: int = 0) -> list[str]:
+def check_folder(run_dir: Path, needed_bytes: int = 0, *, of_evaluation: bool = False) -> list[str]:
     """The run folder can be made and written, on a disk that has room. Makes nothing."""
-    place = run_dir
+    place, other = run_dir, f"give another --{'out' if of_evaluation else 'config.runs'}=<folder>"
     while not os.access(place, os.F_OK):  # `exists` raises where a folder on the way may not be searched
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        return [f"run folder {run_dir}: {place} cannot be written: give another --config.runs=<folder>"]
+        return [f"run folder {run_dir}: {place} cannot be written: {other}"]
     free = os.statvfs(place)
     free_bytes, needed_bytes = free.f_bavail * free.f_frsize, needed_bytes + _SLACK_BYTES
     if free_bytes < needed_bytes:
         return [
             f"run folder {run_dir}: no space left, {_mib(free_bytes)} free where checkpoints, adapters, int8 copies of "
-            f"base models and logs need about {_mib(needed_bytes)}: make room, give another --config.runs=<folder>, "
-            "or lower config.trainer.keep_checkpoints"
+            f"base models and logs need about {_mib(needed_bytes)}: make room, or {other}"
+            f"{'' if of_evaluation else ', or lower config.trainer.keep_checkpoints'}"
         ]
     return []
 

@@ -68,7 +68,7 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     found, lacking, plan = _finish_probe(probe)
     problems += [text for text in found if text not in problems]
     here += lacking
-    here += check_folder(run.folder, 0 if problems else disk_bytes(run, plan))
+    here += check_folder(run.folder, 0 if problems else disk_bytes(run, plan), of_evaluation=run.is_evaluation)
     return Findings(problems, here, plan)
 
 
@@ -77,7 +77,7 @@ def _lost_bases(run: Run, *, resume: bool) -> list[str]:
     already, and those of an evaluation, which plays what there is."""
     if not (missing := missing_bases(run)):
         return []
-    if run.config.eval.versions:
+    if run.is_evaluation:
         remedy = "start the run first, which makes it, or name the folder it is in"
     elif resume:
         from flowjax.weights.publish import committed_steps  # which imports JAX: only this rare case needs it
@@ -145,6 +145,9 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
     for policy in run.policies.values():
         trainer, model = policy.trainer, plan.get("bases", {}).get(policy.base.name, {}).get("model", {})
         saved = model.get("policies", {}).get(policy.name, {})  # sizes of its own: ranks may differ
+        if run.is_evaluation:  # its checkpoint is a link
+            needed_bytes += saved.get("adapter_bytes", 0)
+            continue
         kept = trainer.keep_checkpoints + 1  # the one being written
         kept += trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
         adapters = run.config.dataflow.max_staleness + 2

@@ -373,7 +373,7 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, on: str, 
     rows, versions = trainer.micro_batch_rows, run.config.dataflow.max_staleness + 1
     plan["memory"] = memory_plan(policy, model, lora, shown_axes(mesh), rows=rows, versions=versions)
     make_placement(model, AbstractMesh(tuple(mesh.values()), MESH_AXES))
-    check_attention(run, policy, model, mesh["sequence"], on)
+    check_attention(policy, model, mesh["sequence"], on)
 
 
 def _checkpoints(run: Run, folder: Path) -> Iterator[str]:

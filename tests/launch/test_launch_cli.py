@@ -287,6 +287,8 @@ def test_disk_estimate_counts_what_is_kept(config):
     saved["version_bytes"] = 1
     config.trainer.checkpoint_every = 10
     assert disk_bytes(resolve(config), plan) == 6 * 30 + 3 * 10 + 4, "the newest versions lie between two checkpoints"
+    config.eval.versions = (7,)
+    assert disk_bytes(resolve(config), plan) == 10, "an evaluation links one checkpoint, and hands engines an adapter"
 
 
 def test_memory_is_planned_for_the_devices_that_the_trainer_gets(config, tmp_path):

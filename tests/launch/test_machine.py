@@ -189,12 +189,21 @@ def test_too_few_accelerators_for_the_engine(config, tmp_path):
     assert "config.engine.tensor_parallel is 4, which takes 4 accelerators, but there are 2" in message
 
 
+def test_an_evaluation_needs_no_processes_of_a_trainer(config):
+    config.trainer.processes, config.trainer.coordinator = 2, "b:9876"
+    assert machine.check_accelerators(resolve(config), share_out((), 1))
+    config.eval.versions = (3,)
+    assert machine.check_accelerators(resolve(config), share_out((), 1)) == []
+
+
 def test_full_disk_is_told_before_anything_is_written(tmp_path):
     run_dir = tmp_path / "runs" / "new"
     assert machine.check_folder(run_dir) == []
     (message,) = machine.check_folder(run_dir, needed_bytes=2**60)
     assert "no space left" in message
     assert "--config.runs" in message
+    (message,) = machine.check_folder(run_dir, needed_bytes=2**60, of_evaluation=True)
+    assert message.endswith("make room, or give another --out=<folder>")
     assert not run_dir.exists()
     assert not run_dir.parent.exists()
 

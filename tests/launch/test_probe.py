@@ -158,6 +158,14 @@ def test_attention_that_the_trainer_cannot_compute_is_refused(attention: str, dt
     assert not inspect_run(resolve(config), 1, None, platform)["problems"]
 
 
+def test_an_evaluation_need_not_fit_the_trainers_mesh():
+    config = get_config("nano")
+    config.model.path, config.mesh.data = "absent", 4
+    assert any("does not fit 1 devices" in text for text in inspect_run(resolve(config), 1, None)["problems"])
+    config.eval.versions = (0,)
+    assert not inspect_run(resolve(config), 1, None)["problems"]
+
+
 def test_outcomes_of_another_workflow_are_not_there():
     agents = {"agent": "solver"}
     (found,) = problems(workflow="flowjax.workflows.single:play", agents=agents)
