@@ -54,6 +54,7 @@ from flowjax.envs.pool import EnvPool
 from flowjax.files import replace_file
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_config, check_unchanged
+from flowjax.launch.command_line import committed_checkpoint
 from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out, visible_accelerators
 from flowjax.launch.machine import RunInUse, fetch_models, hold, to_fetch
 from flowjax.launch.preflight import examine
@@ -153,7 +154,9 @@ def _read_request(argv: Sequence[str], folder: Path | None) -> EvaluationRequest
     config.update({"elsewhere": (), "dataflow": {"url": ""}})  # all that plays is started here
     # A run's own config with what the command changes: other levels, say, or a canvas's problems of another file.
     besides = ("env.options", *(("model.path", "policy") if given["endpoint"] or given["model"] else ()))
-    if folder is not None and (conflicts := list(_conflicts(load_run(folder), config, besides=besides))):
+    if folder is not None and (
+        conflicts := list(_conflicts(load_run(folder), config, list(config.policies), besides=besides))
+    ):
         raise ConfigError("\n".join(conflicts))
     if given["endpoint"] or given["model"]:
         evaluations = [_of_model(config, folder, given)]
@@ -239,9 +242,13 @@ def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str,
     policies = list(config.policies) or [config.policy.name]
     if folder is None:
         checkpoints = [_named(given["checkpoint"], config)]
-        folder = next(iter(checkpoints[0].values())).parent.parent.parent  # <run>/checkpoints/<policy>/<step>
-        if (folder / "config.json").exists() and (conflicts := list(_conflicts(load_run(folder), config))):
-            raise ConfigError("\n".join(conflicts))
+        runs: dict[Path, list[str]] = {}
+        for policy, checkpoint in checkpoints[0].items():
+            runs.setdefault(checkpoint.parents[2], []).append(policy)  # <run>/checkpoints/<policy>/<step>
+        known = {run: load_run(run) for run in runs if (run / "config.json").exists()}
+        if conflicts := [text for run in known for text in _conflicts(known[run], config, policies=runs[run])]:
+            raise ConfigError("\n".join(dict.fromkeys(conflicts)))
+        folder = next(iter(runs))
     elif given["base"]:
         checkpoints = []
     else:
@@ -253,7 +260,8 @@ def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str,
     found = []
     for each in checkpoints:
         for checkpoint in each.values():
-            _check_committed(checkpoint)
+            if has_arrays(checkpoint.parent, int(checkpoint.name)):  # else engines are given what is there as it is
+                read_adapter(checkpoint.parent, int(checkpoint.name))
         steps = {policy: int(checkpoint.name) for policy, checkpoint in each.items()}
         of_one = ConfigDict(config.to_dict())
         of_one.eval.versions = tuple(sorted(set(steps.values())))
@@ -268,14 +276,13 @@ def _named(given: str, config: ConfigDict) -> dict[str, Path]:
     """The checkpoints that a command names, by policy."""
     checkpoints: dict[str, Path] = {}
     for checkpoint in map(Path, given.split(",")):
-        policy = checkpoint.absolute().parent.name
+        _, policy, step = committed_checkpoint(checkpoint)
         if policy in checkpoints:
             raise ConfigError(
                 f"--checkpoint names {policy} twice: for several checkpoints of a policy give its run folder and "
-                f"--steps={checkpoints[policy].name},{checkpoint.name}"
+                f"--steps={checkpoints[policy].name},{step}"
             )
-        _check_committed(checkpoint)
-        checkpoints[policy] = checkpoint
+        checkpoints[policy] = checkpoint.absolute().with_name(str(step))
     if not config.policies and len(checkpoints) == 1:
         config.policy.name = next(iter(checkpoints))
     expected = list(resolve(config).policies)
@@ -292,9 +299,14 @@ def _of_steps(folder: Path, policies: Sequence[str], asked: str) -> list[dict[st
     there = {policy: committed_steps(folder / policy) for policy in policies}
     if lacking := [policy for policy, steps in there.items() if not steps]:
         raise ConfigError(f"{folder / lacking[0]} has no committed checkpoint: nothing can be evaluated yet but --base")
-    shared = sorted(set.intersection(*map(set, there.values())))
     if not asked:
         return [{policy: folder / policy / str(max(steps)) for policy, steps in there.items()}]
+    if not (shared := sorted(set.intersection(*map(set, there.values())))):
+        has = "; ".join(f"{policy} has {steps}" for policy, steps in there.items())
+        raise ConfigError(
+            f"--steps={asked}: the policies in {folder} have no step in common ({has}): leave it out for the newest of "
+            "each, or name one of each with --config and --checkpoint"
+        )
     steps = shared if asked == "all" else asked.split(",")
     for step in steps:
         if str(step) not in map(str, shared):
@@ -302,16 +314,6 @@ def _of_steps(folder: Path, policies: Sequence[str], asked: str) -> list[dict[st
                 f"--steps={asked}: step {step} is not in {folder}, which has {shared}: give some of these, or all"
             )
     return [{policy: folder / policy / str(step) for policy in policies} for step in sorted(set(map(int, steps)))]
-
-
-def _check_committed(checkpoint: Path) -> None:
-    policy_folder, step = checkpoint.parent, checkpoint.name
-    steps = committed_steps(policy_folder) if policy_folder.is_dir() else []
-    if not step.isdecimal() or int(step) not in steps:
-        there = f"{policy_folder} has committed steps {steps}" if steps else f"{policy_folder} has none"
-        raise ConfigError(f"--checkpoint={checkpoint} is not a committed checkpoint: {there}")
-    if has_arrays(policy_folder, int(step)):  # else engines are given what is there as it is
-        read_adapter(policy_folder, int(step))
 
 
 def _play_bases(config: ConfigDict) -> None:
@@ -398,8 +400,10 @@ def _changed_s(place: Path) -> float:
     return max((path.stat().st_mtime for path in paths if path.is_file()), default=0.0)
 
 
-def _conflicts(trained: ConfigDict, config: ConfigDict, *, besides: Sequence[str] = ()) -> Iterator[str]:
-    """Fields, other than those named, in which the command differs from what was trained."""
+def _conflicts(
+    trained: ConfigDict, config: ConfigDict, policies: Sequence[str], *, besides: Sequence[str] = ()
+) -> Iterator[str]:
+    """Fields, other than those named, in which the command differs from what these policies were trained with."""
     fields = [name for name in _MUST_AGREE if name not in besides]
     compared = [(f"config.{name}", _at(trained, name), _at(config, name)) for name in fields]
     runs = resolve(trained), resolve(config)
@@ -413,7 +417,7 @@ def _conflicts(trained: ConfigDict, config: ConfigDict, *, besides: Sequence[str
     compared += [
         (f"config.policies.{name}.policy", *(policy_sections(source, name)["policy"] for source in (trained, config)))
         for name in config.policies
-        if name in runs[0].policies
+        if name in runs[0].policies and name in policies
     ]
     for name, was, now in ((name, _plain(was), _plain(now)) for name, was, now in compared):
         if was != now:

@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 from flowjax.config import ConfigError, asks_help
 from flowjax.envs.demonstrations import no_shares_of
 from flowjax.files import new_folder
+from flowjax.launch.command_line import committed_checkpoint
 from flowjax.models.config import read_config
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder, save_decoder
@@ -34,9 +35,10 @@ from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import oldest_first, read_held_out, rows, summarise
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
+from flowjax.monitor.trouble import explain
 from flowjax.run import Policy, Run, played_in, read_models, read_run
 from flowjax.weights.hand_over import decoder_of, peft_config, write_peft_folder
-from flowjax.weights.publish import HANDED_OVER, CheckpointError, committed_steps, has_arrays, read_adapter
+from flowjax.weights.publish import HANDED_OVER, CheckpointError, has_arrays, read_adapter
 
 FORMATS = ("hf", "peft")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -79,14 +81,11 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
 
 def _policy_of(checkpoint: Path) -> tuple[Run, Policy, int]:
     """The run of a checkpoint, its policy and its step."""
-    steps = committed_steps(checkpoint.parent) if checkpoint.parent.is_dir() else []
-    if not checkpoint.name.isdecimal() or int(checkpoint.name) not in steps:
-        there = f"{checkpoint.parent} has committed steps {steps}" if steps else f"{checkpoint.parent} has none"
-        raise ConfigError(f"--checkpoint={checkpoint} is not a committed checkpoint: {there}")
-    run, name = read_run(checkpoint.absolute().parent.parent.parent), checkpoint.absolute().parent.name
+    folder, name, step = committed_checkpoint(checkpoint)
+    run = read_run(folder)
     if name not in run.policies:
         raise ConfigError(f"--checkpoint={checkpoint} is of {name!r}, but the run has {', '.join(run.policies)}")
-    return run, run.policies[name], int(checkpoint.name)
+    return run, run.policies[name], step
 
 
 def _write_peft(policy: Policy, arrays: dict | None, out: Path, named: str, card: str) -> None:
@@ -235,7 +234,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"export: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"export: --out={values.out} cannot be written ({error}): name another folder", file=sys.stderr)
+        remedy = explain(error) or f"--out={values.out} has to be a folder that can be made, all else one to be read"
+        print(f"export: {error}: {remedy}", file=sys.stderr)
         return 2
     print(f"{values.out}: {values['format'].value} of {values.checkpoint}")
     return 0

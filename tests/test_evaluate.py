@@ -190,6 +190,48 @@ def test_an_evaluation_starts_the_engines_that_its_run_has_elsewhere(run):
     assert not check_config(only([str(run)]).run.config)
 
 
+def test_a_checkpoint_is_that_of_its_run_by_a_short_path(run, monkeypatch):
+    saved(run, "one")
+    write_models(run, {"base": {"path": "base", "revision": "a", "folder": str(run.parent)}})
+    argv = [f"--config={run.parent / 'recipe.py'}:one", "--checkpoint=solver/2"]
+    monkeypatch.chdir(run / "checkpoints")
+    assert only(argv).run.folder == run / "evaluations" / "2"
+    assert only(argv).run.bases["base"].model.path == str(run.parent)
+    monkeypatch.chdir(run / "checkpoints" / "solver")
+    assert only([argv[0], "--checkpoint=2"]).name == "solver@2"
+    with pytest.raises(ConfigError, match=r"config\.env\.options is .* but the checkpoint was trained with"):
+        read_requests([argv[0], "--checkpoint=2", "--config.env.options.rows=9"])
+
+
+def test_checkpoints_of_several_runs_each_fit_their_own(run):
+    other = run.parent / "other"
+    shutil.copytree(run / "checkpoints", other / "checkpoints")
+    config = load_recipe(f"{run.parent / 'recipe.py'}:two")
+    save_run(config, run)
+    config.policies.solver.policy = {"lora": {"rank": 3}}  # of a policy that is not asked for
+    save_run(config, other)
+    more = [f"--checkpoint={run}/checkpoints/solver/2,{other}/checkpoints/verifier/1"]
+    argv = [f"--config={run.parent / 'recipe.py'}:two", *more]
+    assert only(argv).run.folder == run / "evaluations" / "solver@2,verifier@1"
+    config.env.options.rows = 9
+    save_run(config, other)
+    with pytest.raises(ConfigError, match=r"env\.options is .* but the checkpoint was trained with .*'rows': 9"):
+        read_requests(argv)
+
+
+def test_policies_without_a_step_in_common_are_named_with_theirs(run):
+    saved(run, "two")
+    shutil.rmtree(run / "checkpoints" / "verifier" / "0")
+    assert [each.name for each in read_requests([str(run), "--steps=all"])[0].evaluations] == ["solver@1,verifier@1"]
+    shutil.rmtree(run / "checkpoints" / "solver" / "1")
+    for steps in ("all", "2"):
+        with pytest.raises(
+            ConfigError, match=r"no step in common \(solver has \[0, 2\]; verifier has \[1\]\): leave it out"
+        ):
+            read_requests([str(run), f"--steps={steps}"])
+    assert only([str(run)]).name == "solver@2,verifier@1"
+
+
 def test_a_nano_base_that_is_not_there_is_not_waited_for(run, capsys):
     config = load_recipe(f"{run.parent / 'recipe.py'}:one")
     config.policy.name, config.model.path, config.model.nano = "solver", str(run.parent / "gone"), {"layers": 2}

@@ -234,4 +234,6 @@ def test_a_folder_that_cannot_be_made_is_named(runs: Path, tmp_path: Path):
     command = [sys.executable, "-m", "flowjax.export", f"--checkpoint={runs}/lora/checkpoints/agent/4", f"--out={out}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"export: --out={out} cannot be written (")
+    assert done.stderr.splitlines()[-1].startswith(
+        f"export: [Errno 17] File exists: '{tmp_path}/README.md': --out={out} has to"
+    )

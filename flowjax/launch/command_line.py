@@ -33,6 +33,22 @@ _KINDS = {
 _NO_WORD = object()
 
 
+def committed_checkpoint(named: Path) -> tuple[Path, str, int]:
+    """Run folder, policy and step of what `--checkpoint` names, by a path of any length.
+
+    Raises:
+        ConfigError: it is no committed checkpoint.
+    """
+    from flowjax.weights.publish import committed_steps  # which imports JAX: a launch does without
+
+    folder, step = named.absolute().parent, named.absolute().name
+    steps = committed_steps(folder) if folder.is_dir() else []
+    if not step.isdecimal() or int(step) not in steps:
+        there = f"{folder} has committed steps {steps}" if steps else f"{folder} has none"
+        raise ConfigError(f"--checkpoint={named} is not a committed checkpoint: {there}")
+    return folder.parent.parent, folder.name, int(step)
+
+
 def parse(
     argv: Sequence[str],
     define: Callable[[flags.FlagValues], object] = lambda values: None,
