@@ -81,6 +81,7 @@ from flowjax.workflows.codec import CodecError
 _MUST_AGREE = ("model.path", "policy", "workflow", "env.name", "env.options")
 _WHAT = "give a run folder, or --config with one of --checkpoint, --model and --endpoint"
 _PLAYED = "evaluation.json"  # what plays, in the folder of an evaluation
+_UNBEGUN = re.compile(r"launch\.lock|(evaluation|models)\.json|\.\w+\.json\..+")  # all that `begin` may leave behind
 _NOT_SENT = {"eval.top_k": 0, "eval.min_p": 0.0, "rollout.stop": []}  # to endpoints; by what means none
 _SAY_EVERY_S = 30.0
 _HEALTHY_EVERY_S = 0.2
@@ -234,7 +235,8 @@ def _of_model(config: ConfigDict, folder: Path | None, given: Mapping[str, Any])
     model = Path(given["model"])
     config.model.path, config.model.nano = str(model), None
     _play_bases(config)
-    return _evaluation(config, folder, given["out"], {}, {"name": model.name, "model": str(model)})
+    name = (model if model.name.strip(".") else model.resolve()).name  # "." is a folder that has a name, too
+    return _evaluation(config, folder, given["out"], {}, {"name": name, "model": str(model)})
 
 
 def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str, Any]) -> list[Evaluation]:
@@ -352,17 +354,24 @@ def _evaluation(
         played["data_changed_s"] = max(map(_changed_s, data))
     if out:
         folder = Path(out)
-        if folder.exists() and not _same(folder, config, played):
+        if not _is_free(folder) and not _same(folder, config, played):
             raise ConfigError(f"--out={out} holds another evaluation, or something else: name a new folder")
     else:
         parent = run_dir or Path(config.runs)
         name = name if run_dir else f"{config.name or 'run'}-{name}"
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         folders = (parent / "evaluations" / each for each in names)
-        folder = next(each for each in folders if not each.exists() or _same(each, config, played))
+        folder = next(each for each in folders if _is_free(each) or _same(each, config, played))
     kept = re.sub(r"[^\w@,.=-]+", "-", played["name"])
     models = read_models(run_dir) if run_dir else {}
     return Evaluation(kept, resolve(config, folder, models), checkpoints, played, run_dir, models)
+
+
+def _is_free(folder: Path) -> bool:
+    """True of a folder that is not there, or empty, or in which `begin` did not come to its end."""
+    if not folder.is_dir():
+        return not folder.exists()
+    return all(_UNBEGUN.fullmatch(path.name) for path in folder.iterdir())
 
 
 def _same(folder: Path, config: ConfigDict, played: Mapping[str, Any]) -> bool:
@@ -578,11 +587,12 @@ def _play_missing(
 
 
 def begin(evaluation: Evaluation) -> None:
-    """Make the folder: the config, what plays and the checkpoints in their places."""
+    """Make the folder: what plays, the config and the checkpoints in their places."""
     folder = evaluation.run.folder
-    save_run(evaluation.run.config, folder)
+    folder.mkdir(parents=True, exist_ok=True)
     write_models(folder, evaluation.models)
     replace_file(folder / _PLAYED, json.dumps(dict(evaluation.played), indent=2) + "\n")
+    save_run(evaluation.run.config, folder)  # last: a folder without it is free (`_is_free`)
     for policy, checkpoint in evaluation.checkpoints.items():
         published = folder / "checkpoints" / policy / checkpoint.name
         published.parent.mkdir(parents=True, exist_ok=True)

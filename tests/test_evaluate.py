@@ -16,6 +16,7 @@ from flowjax.config import ConfigError, save_run
 from flowjax.evaluate import Evaluation, begin, main, read_requests, rewards_of
 from flowjax.launch.checks import check_config
 from flowjax.launch.command_line import load_recipe
+from flowjax.launch.machine import hold
 from flowjax.monitor.held_out import HeldOutEpisode, markdown, rows, summarise
 from flowjax.monitor.statistics import pass_at_k, task_interval
 from flowjax.run import write_models
@@ -89,6 +90,28 @@ def test_the_same_evaluation_goes_on_in_its_folder_and_another_one_gets_its_own(
     written.touch()  # other weights at the same place
     os.utime(written, (time.time() + 9, time.time() + 9))
     assert request(run, "one", "solver/2").run.folder.name == "2-4"
+
+
+def test_a_start_that_ended_before_anything_was_kept_leaves_its_folder_free(run, monkeypatch):
+    out = run.parent / "out"
+    out.mkdir()
+    assert request(run, "one", "solver/2", more=[f"--out={out}"]).run.folder == out
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for step in ("save_run", "replace_file"):
+        for evaluation in (request(run, "one", "solver/2"), request(run, "one", "solver/2", more=[f"--out={out}"])):
+            with monkeypatch.context() as patched, hold(evaluation.run.folder):
+                patched.setattr(f"flowjax.evaluate.{step}", full)
+                with pytest.raises(OSError, match="No space left"):
+                    begin(evaluation)
+    (run / "evaluations" / "2" / ".config.json.123-456").touch()  # by a kill
+    assert request(run, "one", "solver/2").run.folder.name == "2"
+    assert request(run, "one", "solver/1", more=[f"--out={out}"]).run.folder == out
+    (out / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="holds another evaluation, or something else"):
+        request(run, "one", "solver/1", more=[f"--out={out}"])
 
 
 @pytest.mark.parametrize("place", ["run/checkpoints/verifier/1", "large"])
@@ -247,11 +270,13 @@ def test_an_option_that_the_world_lacks_is_named_as_the_config_has_it(run, capsy
     assert capsys.readouterr().err.startswith("config.env.options.max_move is no option of Sokoban")
 
 
-def test_a_folder_of_weights_or_an_endpoint_needs_no_run(run):
+def test_a_folder_of_weights_or_an_endpoint_needs_no_run(run, monkeypatch):
     recipe = f"--config={run.parent / 'recipe.py'}:one"
     evaluation = only([recipe, "--model=models/Qwen3-8B", "--config.name=sokoban"])
     assert evaluation.run.folder == Path("runs/evaluations/sokoban-Qwen3-8B")
     assert evaluation.run.config.model.path == "models/Qwen3-8B" and evaluation.run.agents == {"agent": "base"}
+    monkeypatch.chdir(run)
+    assert only([recipe, "--model=."]).name == "run"
     out = run.parent / "here"
     [found] = read_requests([recipe, "--endpoint=http://127.0.0.1:9/v1", "--model_name=a/b", f"--out={out}"])
     assert (found.evaluations[0].run.folder, found.evaluations[0].name) == (out, "a-b")
