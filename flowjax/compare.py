@@ -11,7 +11,7 @@ interval, p-value, probability of improvement, and what may be concluded; see `f
 Exit status: 0 compared, 2 something to correct in what was asked for.
 """
 
-import re
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,6 @@ from flowjax.monitor.held_out import by_task, evaluation_of, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
 
 _ALPHA = 0.05
-_BETWEEN_NAMES = re.compile(r",(?![^,/]+@\d+(?:,|\.jsonl))")  # a comma, but for those of "a@40,b@40.jsonl"
 
 
 def evaluations_named(side: str) -> list[Path]:
@@ -37,7 +36,12 @@ def evaluations_named(side: str) -> list[Path]:
     Raises:
         ConfigError: there is none, or one is named twice, which would count as two seeds.
     """
-    files = [evaluation_of(Path(name)) for name in _BETWEEN_NAMES.split(side)]
+    files, parts = [], side.split(",")
+    while parts:  # what is there may have commas in its name, as evaluations of several policies have ("a@40,b@40")
+        counts = (count for count in range(len(parts), 1, -1) if os.access(",".join(parts[:count]), os.F_OK))
+        count = next(counts, 1)
+        files.append(evaluation_of(Path(",".join(parts[:count]))))
+        parts = parts[count:]
     known: set[Path] = set()
     for file in files:
         if file.resolve() in known:

@@ -121,6 +121,19 @@ def test_files_of_several_policies_have_commas_in_their_names(tmp_path: Path):
     assert evaluations_named(f"{folders[0]},{folders[1]}") == files
 
 
+def test_folders_of_evaluations_of_several_policies_are_named_with_seeds_beside_them(tmp_path: Path):
+    names = [f"run{seed}/evaluations/{name}" for seed in range(2) for name in ("a@40,b@40", "a@40,b@40-2", "40")]
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        evaluation(tmp_path / name, {"x": [True]}, "a@40,b@40")
+    folders = [str(tmp_path / name) for name in names]
+    for side in ([folders[0]], [f"{folders[0]}/"], [folders[1]], folders[2:4], folders[1:], folders):
+        expected = [Path(folder) / "held_out" / "a@40,b@40.jsonl" for folder in side]
+        assert evaluations_named(",".join(side)) == expected
+    with pytest.raises(ConfigError, match="is named twice"):  # a side that is longer than any path
+        evaluations_named(",".join(folders * 99))
+
+
 def test_samples_of_a_task_are_averaged_and_any_outcome_is_a_metric(tmp_path: Path):
     path = evaluation(tmp_path / "a", {"x": [True, False, True, True], "y": [False, False]})
     assert read_scores(path, "success") == {"x": 0.75, "y": 0.0}
