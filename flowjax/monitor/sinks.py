@@ -32,7 +32,12 @@ _SENT = ("train", "eval")  # kinds of lines
 
 
 class Sink(Protocol):
-    """A place for numbers over steps."""
+    """A place for numbers over steps.
+
+    hides: True of one that shows nothing any more of what it was sent of the first step on that it begins with.
+    """
+
+    hides: bool
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -40,6 +45,8 @@ class Sink(Protocol):
 
 
 class _TensorBoard:
+    hides = True  # of all series alike, so that points a trainer has gone back behind give way to its new ones
+
     def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
         from tensorboardX import SummaryWriter
 
@@ -55,6 +62,8 @@ class _TensorBoard:
 
 
 class _Wandb:
+    hides = False
+
     def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -72,6 +81,8 @@ class _Wandb:
 
 
 class _Trackio:
+    hides = False
+
     def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
         import trackio  # pyright: ignore[reportMissingImports]
 
@@ -133,16 +144,19 @@ def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event
     progress, noted, sink = Progress(run_dir), run_dir / f"sink-{name}.json", None
     # What a start before this one has sent.
     sent_s, newest = _sent(noted)
-    first_look, resumed = True, sent_s > 0
+    first_look, resumed, seen = True, sent_s > 0, []
     try:
         while True:
             last = stop.is_set()  # before the look: what is written until then is sent
             lines = [line for line in progress.update() if line.get("kind") in _SENT and "step" in line]
+            seen += lines if sink is None else []
             if first_look:
                 lines, first_look = _behind(newest, lines, sent_s), False
             if lines and sink is None:
                 first = min(line["step"] for line in lines) if resumed else None
                 sink = _SINKS[name](run_dir, config, first)
+                if first is not None and sink.hides:  # among it what is right: of other policies, of evaluations beside
+                    lines = [line for line in seen if line["step"] >= first]
             for line in lines:
                 assert sink is not None
                 sink.log(_numbers(line, several=len(config.policies) > 1), line["step"])

@@ -36,6 +36,8 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
             length = int.from_bytes(data[place : place + 8], "little")
             event = Event.FromString(data[place + 12 : place + 12 + length])
             place += 12 + length + 4
+            if event.HasField("session_log"):  # TensorBoard hides what came before from this step on
+                found = {tag: [point for point in points if point[0] < event.step] for tag, points in found.items()}
             for value in event.summary.value:
                 found.setdefault(value.tag, []).append((event.step, round(value.simple_value, 6)))
     return found
@@ -54,6 +56,29 @@ def test_tensorboard_gets_every_line_and_a_resumed_run_sends_what_was_missed(tmp
         writer.write("train", step=3, loss=0.125, policy="agent")
     assert scalars(tmp_path)["train/loss"] == [(1, 0.5), (2, 0.25), (3, 0.125)]
     assert not said
+
+
+def test_what_comes_late_of_an_early_step_hides_no_later_points(tmp_path):
+    def send() -> None:
+        with forwarding(tmp_path, config_of("tensorboard", policies=("solver", "verifier")), print):
+            pass
+        for number, path in enumerate(sorted((tmp_path / "tensorboard").glob("events.*"))):
+            path.rename(path.with_name(f"events.{number}"))  # two of one second have one name
+
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, 6):
+        writer.write("train", step=step, loss=float(step), policy="solver")
+    send()
+    writer.write("eval", step=2, success_rate=0.25)  # beside training
+    writer.write("train", step=1, loss=1.0, policy="verifier")
+    send()
+    shown = {"train/solver/loss": [(step, float(step)) for step in range(1, 6)], "eval/success_rate": [(2, 0.25)]}
+    assert scalars(tmp_path) == {**shown, "train/verifier/loss": [(1, 1.0)]}
+    writer = MetricsWriter(tmp_path, resume_step={"solver": 3})  # its trainer goes back
+    writer.write("train", step=4, loss=0.5, policy="solver")
+    send()
+    assert scalars(tmp_path)["train/solver/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 0.5)]
+    assert scalars(tmp_path)["train/verifier/loss"] == [(1, 1.0)]
 
 
 def test_a_line_that_was_stamped_before_one_that_is_sent_already_is_sent_too(tmp_path, monkeypatch):
