@@ -59,19 +59,16 @@ def read_scores(path: Path, metric: str) -> dict[str, float]:
     return {task: float(np.mean(values)) for task, values in by_task(read_held_out(path), metric).items()}
 
 
-def shared_tasks(
-    first: Sequence[dict[str, float]], second: Sequence[dict[str, float]]
-) -> tuple[Float[np.ndarray, "seeds tasks"], Float[np.ndarray, "others tasks"]]:
-    """The scores of both sides on the tasks that every evaluation has.
+def shared_tasks(*sides: Sequence[dict[str, float]]) -> list[Float[np.ndarray, "seeds tasks"]]:
+    """The scores of each side on the tasks that every evaluation has.
 
     Raises:
         ConfigError: fewer than two tasks are shared by all.
     """
-    tasks = sorted(set.intersection(*(set(scores) for scores in (*first, *second))))
+    tasks = sorted(set.intersection(*(set(scores) for side in sides for scores in side)))
     if len(tasks) < 2:
         raise ConfigError("the evaluations share no two held-out tasks: they need the same env and data seed")
-    left, right = (np.array([[scores[task] for task in tasks] for scores in side]) for side in (first, second))
-    return left, right
+    return [np.array([[scores[task] for task in tasks] for scores in side]) for side in sides]
 
 
 def conclusion(found: Difference, metric: str) -> str:

@@ -288,9 +288,10 @@ def compare_variants(sweep: Sweep) -> tuple[list[_Row], list[str]]:
     counts = no_shares_of(finished[0].folder) if finished else ()
     there = [name for name in sweep.variants if scores[name]]
     rows, said = [], []
-    for name in there:
-        base = scores[there[0]]
-        first, other = shared_tasks(list(base.values()), list(scores[name].values()))
+    # One set of tasks for all rows: means and differences then agree.
+    shared = shared_tasks(*(list(scores[name].values()) for name in there)) if there else []
+    for name, other in zip(there, shared, strict=True):
+        base, first = scores[there[0]], shared[0]
         mean, low, high = task_interval(other.mean(axis=0), share=sweep.metric not in counts)
         row = _Row(name, other.mean(axis=1), mean, low, high)
         if name != there[0]:
@@ -313,6 +314,11 @@ def compare_variants(sweep: Sweep) -> tuple[list[_Row], list[str]]:
     lacking = [run.folder.name for run in sweep.runs if not run.result.exists()]
     if lacking:
         said.append(f"Not finished, and left out: {', '.join(lacking)}.")
+    if shared:
+        tasks = shared[0].shape[1]
+        left_out = len({task for each in scores.values() for played in each.values() for task in played}) - tasks
+        others = f"; {left_out} others are left out" if left_out else ""
+        said.append(f"All numbers are of the {tasks} tasks that every finished run has played{others}.")
     return rows, said
 
 

@@ -137,12 +137,25 @@ def test_variants_are_compared_with_the_first_and_drawn(capsys):
     assert float(rows[1].improvement) > 0.7 and len(rows[1].seeds) == 2 and len(rows[2].seeds) == 1
     assert said[0].startswith("slow (A) and grpo (B): A's success is higher than B's by 0.")
     assert "several seeds of each" in said[1] and said[2] == "Not finished, and left out: gigpo-1."
+    assert said[3:] == ["All numbers are of the 60 tasks that every finished run has played."]
     page = table(sweep, rows, said)
     assert page.count("\n| ") == 4 and "| less grpo [95 %] |" in page
     drawn = ElementTree.fromstring(figure(sweep, rows))
     assert "slow" in "".join(drawn.itertext())
     circles = [each for each in drawn.iter() if each.tag.endswith("circle")]
     assert len(circles) == 3 + 5  # means and seeds
+
+
+def test_all_numbers_are_of_the_tasks_that_every_run_has_played():
+    sweep = sweep_of(GOOD)
+    for run in sweep.runs:
+        finish(run, {"grpo": 0.2, "slow": 0.9, "gigpo": 0.3}[run.variant], tasks=50 if run.variant == "slow" else 60)
+    rows, said = compare_variants(sweep)
+    assert said[-1] == "All numbers are of the 50 tasks that every finished run has played; 10 others are left out."
+    assert said[-1] in table(sweep, rows, said)
+    for row in rows:
+        assert row.mean == pytest.approx(np.mean(row.seeds)) and np.allclose(50 * row.seeds, np.round(50 * row.seeds))
+    assert rows[1].more.startswith(f"{rows[1].mean - rows[0].mean:+.3f} ")
 
 
 def test_a_single_seed_is_compared_with_the_same_seed_of_the_other():
