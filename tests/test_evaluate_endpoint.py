@@ -17,6 +17,7 @@ from flowjax.evaluate import main
 from flowjax.grading.math import equal
 from flowjax.monitor.held_out import read_held_out
 from flowjax.monitor.provenance import read_starts
+from flowjax.report.page import make_page
 from flowjax.rollout.client import SamplingOptions
 from flowjax.rollout.episode import EndpointAgent, EpisodeFile
 
@@ -118,6 +119,8 @@ def test_an_endpoint_is_evaluated_and_a_second_start_asks_nothing_again(
     assert set(results["pass_at"]) == {"1", "2"} == set(results["majority_at"])
     assert results["tokens"] == {"prompt": 240, "sampled": 48} and results["cost"] == pytest.approx((240 + 480) / 1e6)
     assert results["played"]["endpoint"] == endpoint.url and not results["unfinished"]
+    page = make_page([out])
+    assert '"step":0,"success_rate":' in page and '"label":"held out, adder"' in page
     assert "| held-out success |" in (out / "results.md").read_text()
     [start] = read_starts(out)
     assert start["command"][2:] == ["flowjax.evaluate", *command] and start["exit_status"] == 0

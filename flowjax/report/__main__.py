@@ -142,8 +142,9 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
         return make_page(self._runs, groups_per_step=self._groups_per_step, known=self._known)
 
     def _written(self) -> str:
-        """Bytes of the runs' metrics: another number where a run has gone on."""
-        return str(sum((run / METRICS_FILE).stat().st_size for run in self._runs))
+        """Bytes of the runs' metrics, of which evaluations have none: another number where a run has gone on."""
+        files = [run / METRICS_FILE for run in self._runs]
+        return str(sum(file.stat().st_size for file in files if file.exists()))
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing of every look."""

@@ -226,7 +226,9 @@ class EpisodePages:
 
     def __init__(self, run: Run):
         self._run = run
-        self._texts = {name: Texts(Path(policy.base.model.path)) for name, policy in run.policies.items()}
+        bases = {name: policy.base for name, policy in run.policies.items()}
+        bases |= {name: run.bases[name] for name in run.agents.values() if name in run.bases}  # that play as they are
+        self._texts = {name: Texts(Path(base.model.path)) for name, base in bases.items()}
         self._worlds: dict[str, World | None] = {}
         self.problems = list(dict.fromkeys(texts.problem for texts in self._texts.values() if texts.problem))
 
@@ -247,7 +249,9 @@ class EpisodePages:
         return {"groups": shown, "prompts": prompts.values, "pictures": pictures.values, "views": views.values}
 
     def _episode(self, line: Mapping[str, Any], prompts: _Table, pictures: _Table, views: _Table) -> dict[str, Any]:
-        texts, world = self._texts.get(line["policy"]), self._world(line["source"])
+        # Of an endpoint it is known how many tokens there were, and not which: all ids are 0.
+        known_ids = any(any(turn["prompt_ids"]) for turn in line["turns"])
+        texts, world = self._texts.get(line["policy"]) if known_ids else None, self._world(line["source"])
         turns, trace = [], None
         known: dict[Any, Any] = {}  # calls of workflows that were run before
         for turn in line["turns"]:

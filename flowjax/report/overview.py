@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, load_run
 from flowjax.monitor.diagnosis import diagnose
+from flowjax.monitor.held_out import oldest_first, read_held_out, summarise
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
 
@@ -36,8 +37,10 @@ def overview(run_dir: Path) -> dict[str, Any]:
     config, entries, warm = load_run(run_dir), read_metrics(run_dir), read_metrics(run_dir / "warm_start")
     train = [entry for entry in entries if entry["kind"] == "train"]
     evaluations = [entry for entry in entries if entry["kind"] == "eval"]
+    if not train and not evaluations:  # the folder of `flowjax.evaluate` has its episodes alone
+        evaluations = [_played(file) for file in oldest_first((run_dir / "held_out").glob("*.jsonl"))]
     if not train and not evaluations:
-        raise ConfigError(f"{run_dir} has no step and no evaluation in metrics.jsonl yet: give the folder of a run")
+        raise ConfigError(f"{run_dir} has no step and no evaluation yet: give the folder of a run or an evaluation")
     events = [entry for entry in entries if entry["kind"] == "run"]
     warm_start = _warm_start(warm)
     starts = read_starts(run_dir)
@@ -64,6 +67,20 @@ def overview(run_dir: Path) -> dict[str, Any]:
             if event.get("event") in _SHOWN_EVENTS or "held-out" in str(event.get("event"))
         ],
     }
+
+
+def version_of(evaluation: str) -> int:
+    """Version of a policy in the name of an evaluation, the lowest of several; 0 of a model that was not trained."""
+    versions = [part.rpartition("@")[2] for part in evaluation.split(",")]
+    return min((int(version) for version in versions if version.isdecimal()), default=0)
+
+
+def _played(file: Path) -> dict[str, Any]:
+    """The line that an evaluation would have in metrics.jsonl, of its episodes."""
+    results = summarise(read_held_out(file))
+    success = results["metrics"]["success"]
+    found = {"step": version_of(file.stem), "success_rate": success["mean"], "low": success["low"]}
+    return {**found, "high": success["high"], "tasks": results["tasks"], "episodes": results["episodes"]}
 
 
 def _by_policy(train: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -131,7 +148,8 @@ def timeline(
 def ends_of(starts: Sequence[Mapping[str, Any]], entries: Sequence[Mapping[str, Any]]) -> list[float]:
     """End of each launch: of one that was killed, or goes on, the last line that the run has of it."""
     found = []
-    for start, after_s in zip(starts, [*(start["started_s"] for start in starts[1:]), math.inf], strict=True):
+    later = [*(start["started_s"] for start in starts[1:]), math.inf]
+    for start, after_s in zip(starts, later, strict=False):  # of a folder without run.json there are none
         lines = [time_s for entry in entries if start["started_s"] <= (time_s := entry.get("time_s", 0.0)) < after_s]
         found.append(start.get("ended_s", max(lines, default=start["started_s"])))
     return found

@@ -26,7 +26,7 @@ from flowjax.report.episodes import (
     read_evaluation,
     workflow_use,
 )
-from flowjax.report.overview import differences, methods, names_of, overview
+from flowjax.report.overview import differences, methods, names_of, overview, version_of
 from flowjax.run import Run, read_run
 
 ASSETS = Path(__file__).parent / "assets"
@@ -135,7 +135,7 @@ def _pieces(run: Run, groups_per_step: int, notes: list[str], known: dict[Any, M
         for step in steps:
             paths = [batch_path(run.folder, policy, step), trained_path(run.folder, policy, step)]
             yield from made(paths, most, partial(_batch, run, pages, policy, step, most))
-    if not any(batches_of(run.folder, policy) for policy in run.policies):
+    if not run.is_evaluation and not any(batches_of(run.folder, policy) for policy in run.policies):
         notes.append("No trajectories were kept (config.dataflow.keep_trajectories): there are no training episodes.")
     notes += pages.problems
 
@@ -143,7 +143,7 @@ def _pieces(run: Run, groups_per_step: int, notes: list[str], known: dict[Any, M
 def _evaluation(run: Run, pages: EpisodePages, name: str) -> Made | None:
     if not (groups := read_evaluation(run.folder, name)):
         return None
-    described = {"kind": "held out", "label": f"held out, {name}", "step": _version(name), "policy": ""}
+    described = {"kind": "held out", "label": f"held out, {name}", "step": version_of(name), "policy": ""}
     return _packed(pages.piece(groups)), {**described, "episodes": index_of(groups)}
 
 
@@ -196,9 +196,3 @@ def _chosen(groups: Sequence[RecordedGroup], most: int) -> list[RecordedGroup]:
     divided = sorted(groups, key=lambda group: -group.evenness)[: (most + 1) // 2]
     rest, others = [group for group in groups if group not in divided], most - len(divided)
     return [*divided, *(rest[:: max(len(rest) // others, 1)][:others] if others else ())]
-
-
-def _version(evaluation: str) -> int:
-    """Version of a policy in the name of an evaluation, the lowest of several."""
-    versions = [part.rpartition("@")[2] for part in evaluation.split(",")]
-    return min((int(version) for version in versions if version.isdecimal()), default=0)

@@ -9,8 +9,12 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
+from flowjax.config import load_run, save_run
+from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.transcripts import held_out_path, read_lines, write_lines
 from flowjax.report.__main__ import PageHandler, main
 from tests.report.browser import CHROMIUM, Browser, browser
 from tests.report.recorded import CANVAS, record_run
@@ -245,6 +249,34 @@ def test_a_reward_is_taken_apart_by_the_weights_of_its_own_policy(tmp_path: Path
         await opened.open(run / "report.html", f"#episodes/{key}/0/0")
         await opened.until("document.querySelector('#section-episodes .outcome')")
         assert " × 0.25" in await opened.text("#section-episodes .outcome")
+
+    visit(read)
+
+
+@pytest.mark.parametrize("model", ["agent", "base"])
+def test_the_folder_of_an_evaluation_is_read_turn_by_turn(tmp_path: Path, model: str):
+    """Of a policy, and of its base model in its place."""
+    run = record_run(tmp_path / "run", steps=1)
+    folder, name = run / "evaluations" / "1", f"{model}@1"
+    config = ConfigDict(load_run(run).to_dict())
+    config.eval.versions, config.agents = (1,), {"agent": model}
+    save_run(config, folder)
+    lines = [{**line, "policy": model} for line in read_lines(held_out_path(run, "agent@1"))]
+    write_lines(held_out_path(folder, name), lines)
+    played = [(line["task_id"], line["outcome"]["success"]) for line in lines]
+    write_held_out(folder, name, [HeldOutEpisode(task, task, "", 0, "ok", won, 1, 1, {}, {}) for task, won in played])
+    assert main([str(folder)]) == 0
+
+    async def read(opened: Browser) -> None:
+        await opened.open(folder / "report.html")
+        text = await opened.text()
+        assert "of 24 tasks, at step 1" in text and "keep_trajectories" not in text
+        await opened.click("#tab-episodes")
+        await opened.until("document.body.dataset.ready === 'episodes'")
+        await opened.click("#section-episodes tbody a")
+        await opened.until("document.querySelector('.turn')")
+        assert f"held out, {name}" in await opened.text()
+        assert len(await opened.text(".turn .tokens")) > 1, "the words of the reply"
 
     visit(read)
 
