@@ -264,7 +264,7 @@ def batch_lines(config: ConfigDict) -> list[tuple[str, str]]:
         ("turns per step", f"at most {episodes} x {config.env.max_turns} = {turns:,}"),
         ("tokens per step", f"at most {sequences:,} x {longest:,} = {sequences * longest:,} ({which})"),
         ("rows per pass", f"{trainer.micro_batch_rows} rows x {trainer.row_tokens:,} tokens = {tokens:,} token slots"),
-        ("passes per step", f"at most {-(-turns * longest // tokens):,} with full rows"),
+        ("passes per step", f"at most {-(-sequences * longest // tokens):,} with full rows"),
         (
             "run",
             f"{trainer.steps} steps x {trainer.updates_per_step} updates = {trainer.steps * trainer.updates_per_step}, "

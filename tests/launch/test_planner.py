@@ -122,3 +122,6 @@ def test_an_appended_episode_has_all_its_replies_in_one_sequence():
     assert append._sampled_tokens == min(window._sampled_tokens, append._trained_tokens)
     (words,) = (words for name, words in batch_lines(append.run.config) if name == "tokens per step")
     assert words == "at most 256 x 3,072 = 786,432 (an episode is one sequence)"
+    slots = append.run.config.trainer.micro_batch_rows * append.run.config.trainer.row_tokens
+    passes = dict(batch_lines(append.run.config))["passes per step"]
+    assert passes == f"at most {-(-786_432 // slots)} with full rows"
