@@ -117,7 +117,10 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
     console.print(table)
     for name, side in zip("AB", (first, second), strict=True):
         console.print(
-            f"{name} is {', '.join(str(evaluation_of(path)) for path in side)}", highlight=False, soft_wrap=True
+            f"{name} is {', '.join(str(evaluation_of(path)) for path in side)}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
     console.print(f"A - B  {found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]  p = {found.p_value:.3g}")
     console.print(f"probability that A does better on a task  {found.improvement:.3f}")

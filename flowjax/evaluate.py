@@ -42,6 +42,7 @@ from absl import flags
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flowjax.canvas.backends import BackendError, Prices, Request
 from flowjax.canvas.backends.config import BackendConfigError, open_backends
@@ -729,9 +730,9 @@ def rewards_of(run: Run) -> dict[str, Components]:
 
 
 def _table(title: str, results: Mapping[str, Any]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=Text(title, "table.title"), title_justify="left", show_header=False)
     for name, value in rows(results):
-        table.add_row(name, value)
+        table.add_row(Text(name), Text(value))  # not rich's markup, whatever they are called
     return table
 
 

@@ -66,6 +66,11 @@ def test_what_a_world_counts_has_no_interval_of_a_share(tmp_path: Path):
     assert no_shares_of(tmp_path / "no run") == set(NO_SHARES)
 
 
+def test_brackets_in_names_are_no_markup(tmp_path: Path):
+    run = evaluation(tmp_path / "exp[lr=2]-a", {"x": [True], "y": [False]})
+    assert f"A is {run}/held_out" in printed([run], [run])
+
+
 def test_a_run_does_not_differ_from_itself(tmp_path: Path):
     first = evaluation(tmp_path / "a", played(0.8, np.random.default_rng(0)))
     text = printed([first], [first])

@@ -106,10 +106,12 @@ def test_an_endpoint_is_evaluated_and_a_second_start_asks_nothing_again(
     tmp_path, endpoint, command, capsys, monkeypatch
 ):
     monkeypatch.setenv("ADDER_KEY", "secret")
+    out = tmp_path / "[lr=2]"  # which is no markup
+    command[-1] = f"--out={out}"
     command += ["--api_key_env=ADDER_KEY", "--price_prompt=1", "--price_sampled=10"]
     assert main(command) == 0
-    assert endpoint.keys == {"Bearer secret"} and "secret" not in capsys.readouterr().out
-    out = tmp_path / "out"
+    printed = capsys.readouterr().out
+    assert endpoint.keys == {"Bearer secret"} and "secret" not in printed and "[lr=2]" in "".join(printed.split())
     results = json.loads((out / "results.json").read_text())
     asked = [body for body in endpoint.bodies if body["messages"][0]["content"] != "Say yes."]
     assert len(asked) == 24 and len({body["seed"] for body in asked}) == 24

@@ -375,7 +375,7 @@ def _rows(title: str, lines: Sequence[tuple[str, str]]) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in lines:
-        table.add_row(f"  {name}", value)
+        table.add_row(f"  {name}", Text(value))  # paths may have what rich would read as its markup
     return Group(Text(title, "bold"), table)
 
 

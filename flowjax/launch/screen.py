@@ -90,7 +90,7 @@ class Screen:
     def render(self) -> RenderableType:
         warnings = [Text(f"warning: {warning}", "bold yellow") for warning in diagnose(self.progress.train)]
         parts = [self._bar(), self._numbers(), *warnings, self._roles()]
-        return Panel(Group(*parts), title=f"flowjax · {self._run_dir}", subtitle="Ctrl-C stops", padding=(0, 1))
+        return Panel(Group(*parts), title=Text(f"flowjax · {self._run_dir}"), subtitle="Ctrl-C stops", padding=(0, 1))
 
     def _warm_tenths(self) -> int:
         return 10 * self._warm.step // max(sum(self._warm_steps.values()), 1)
@@ -197,7 +197,7 @@ def plain_line(entry: Mapping[str, Any], progress: Progress, steps: Mapping[str,
 
 def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState] | None = None) -> RenderableType:
     """Table of a finished run."""
-    table = Table(title=f"{progress.run_dir}", title_justify="left", show_header=False, title_style="bold")
+    table = Table(title=Text(f"{progress.run_dir}", "bold"), title_justify="left", show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     last = max(progress.evals, default=0)
@@ -285,7 +285,7 @@ def count(entry: Mapping[str, Any], *names: str) -> str:
 def clock(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, rest = divmod(max(int(seconds), 0), 60)  # less by another machine's clock
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
@@ -307,7 +307,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     entries = read_metrics(run_dir)
     dataflow, rollout = read_status(run_dir, "dataflow"), read_status(run_dir, "rollout")
     train = [entry for entry in entries if entry.get("kind") == "train"]
-    roles = Table("role", "state", "seen", "doing", title=str(run_dir), title_justify="left")
+    roles = Table("role", "state", "seen", "doing", title=Text(str(run_dir), "table.title"), title_justify="left")
     states = read_status(run_dir, "launch").get("roles", {})
     launched = bool(check_unused(run_dir))
     for name in states or ("rollout", "dataflow", "trainer"):
@@ -363,15 +363,15 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     return Group(roles, policies, *tables, *away, *pool_lines(run_dir))
 
 
-def _state(role: Mapping[str, Any], launched: bool) -> str:
+def _state(role: Mapping[str, Any], launched: bool) -> Text:
     """State of a role in the launcher's words. With the launcher go all roles that it has started."""
     if not role:
-        return ""
+        return Text()
     phase, restarts, why = role["phase"], role["restarts"], role["detail"]
     if not launched and phase not in _ENDED:
         phase, why = "gone", "nothing supervises this run: go on with --resume"
     parts = [phase] + ([f"{restarts} restart{'s' * (restarts != 1)}"] if restarts else [])
-    return ", ".join(parts) + (f" ({why})" if why and phase not in ("up", "done", "stopped") else "")
+    return Text(printable(", ".join(parts) + (f" ({why})" if why and phase not in ("up", "done", "stopped") else "")))
 
 
 def _seen(status: Mapping[str, Any], now_s: float, silent_s: float = _SILENT_S) -> str:

@@ -286,6 +286,7 @@ def test_status_that_is_being_written_is_no_status(tmp_path):
 def test_small_helpers():
     assert clock(None) == "-"
     assert clock(59.9) == "0:59"
+    assert clock(-5) == "0:00"
     assert sparkline([0.0, 0.5, 1.0], 10) == "▁▄█"
     assert sparkline([1.0, 1.0], 10) == "▁▁"
     assert sparkline([0.0, 1.0, 0.0], 2) == "█▁"
@@ -437,6 +438,20 @@ def test_a_role_that_is_down_is_told_with_the_cause_and_its_restarts(run: Path):
 def _states(shown: str) -> list[list[str]]:
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if "│" in line]
     return [row for row in rows if row[0].startswith(("engine", "dataflow", "trainer"))]
+
+
+def test_brackets_in_names_are_no_markup(tmp_path: Path):
+    folder = tmp_path / "exp[lr=2]-a"
+    save_run(default_config(), folder)
+    write_run(folder)
+    roles = {"trainer": {"phase": "failed", "restarts": 0, "detail": "no space left on [/data/runs]"}}
+    write_status(folder, "launch", {"roles": roles})
+    shown = text(folder, 1000.0)
+    assert "exp[lr=2]-a" in shown and "failed (no space left on [/data/runs])" in shown
+    progress = Progress(folder)
+    progress.update()
+    assert "exp[lr=2]-a" in text_of(summary(progress, wall_s=1))
+    assert "exp[lr=2]-a" in text_of(Screen(progress, steps={"agent": 4}, states={}, console=plain_console()).render())
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path):
