@@ -439,6 +439,9 @@ def test_the_majority_of_a_task_and_the_success_of_each_kind():
         and "| maj@4 | 50.0 % [" in page
         and "| cost in all | 0.25 |" in page
     )
+    fewer = {**results, "asked": 9, "played": {"samples": 4}}
+    assert dict(rows(fewer))["held-out success"].endswith("; 9 tasks were asked for, and these are all there are")
+    assert "all there are" not in markdown({**fewer, "asked": 2})
     assert (
         "2 tasks, 8 episodes (1 came to nothing and are left out)"
         in dict(rows({**results, "unfinished": 1}))["held-out success"]

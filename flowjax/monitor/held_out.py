@@ -178,6 +178,9 @@ def rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     counts = f"of {results['tasks']} tasks, {results['episodes']} episodes"
     if results.get("unfinished"):
         counts += f" ({results['unfinished']} came to nothing and are left out)"
+    asked = results.get("asked", 0) * results.get("played", {}).get("samples", 1)
+    if results["episodes"] + results.get("unfinished", 0) < asked:
+        counts += f"; {results['asked']} tasks were asked for, and these are all there are"
     found = [("held-out success", f"{percent(results['metrics']['success'])} {counts}")]
     for name, label in (("pass_at", "pass"), ("majority_at", "maj")):
         found += [(f"{label}@{k}", percent(share)) for k, share in results[name].items()]
