@@ -575,7 +575,7 @@ def _play_missing(
     python = "" if request.endpoint else missing[0].run.config.engine.python
     with contextlib.ExitStack() as held:
         for evaluation in missing:
-            held.enter_context(hold(evaluation.run.folder))
+            held.enter_context(hold(evaluation.run.folder, "evaluation"))
             begin(evaluation)
         start = held.enter_context(recorded_start(folders, command, engine_python=python))
         try:

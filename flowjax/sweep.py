@@ -386,7 +386,7 @@ def main(argv: Sequence[str]) -> int:
                 console.print(said, markup=False, highlight=False, soft_wrap=True)
             return _OK
         sweep.folder.mkdir(parents=True, exist_ok=True)
-        with hold(sweep.folder):
+        with hold(sweep.folder, "sweep"):
             failed, interrupted = asyncio.run(_run_all(sweep, console))
             rows, said = compare_variants(sweep)
             if rows:

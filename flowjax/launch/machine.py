@@ -30,6 +30,7 @@ LOOPBACK = "127.0.0.1"  # where engines listen
 _LOCK_FILE = "launch.lock"
 _LOCKED_S = 1.0  # longer than by one who only looks whether there is a supervisor
 _SLACK_BYTES = 64 * 1024**2  # logs, metrics, ledger
+_ANOTHER = {"run": "--name", "evaluation": "--out", "sweep": "NAME"}  # that a new one of its kind takes
 _BLACKWELL = 10.0  # compute capability
 
 
@@ -269,20 +270,20 @@ def _engine_accelerators(run: Run, devices: Devices) -> list[str]:
     return [f"{', '.join(named)}, which takes {wanted} accelerators, but there are {have}: lower one of them"]
 
 
-def check_folder(run_dir: Path, needed_bytes: int = 0, *, of_evaluation: bool = False) -> list[str]:
+def check_folder(run_dir: Path, needed_bytes: int = 0, kind: str = "run") -> list[str]:
     """The run folder can be made and written, on a disk that has room. Makes nothing."""
-    place, other = run_dir, f"give another --{'out' if of_evaluation else 'config.runs'}=<folder>"
+    place, other = run_dir, f"give another --{'config.runs' if kind == 'run' else 'out'}=<folder>"
     while not os.access(place, os.F_OK):  # `exists` raises where a folder on the way may not be searched
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        return [f"run folder {run_dir}: {place} cannot be written: {other}"]
+        return [f"{kind} folder {run_dir}: {place} cannot be written: {other}"]
     free = os.statvfs(place)
     free_bytes, needed_bytes = free.f_bavail * free.f_frsize, needed_bytes + _SLACK_BYTES
     if free_bytes < needed_bytes:
         return [
-            f"run folder {run_dir}: no space left, {_mib(free_bytes)} free where checkpoints, adapters, int8 copies of "
-            f"base models and logs need about {_mib(needed_bytes)}: make room, or {other}"
-            f"{'' if of_evaluation else ', or lower config.trainer.keep_checkpoints'}"
+            f"{kind} folder {run_dir}: no space left, {_mib(free_bytes)} free where checkpoints, adapters, int8 copies "
+            f"of base models and logs need about {_mib(needed_bytes)}: make room, or {other}"
+            f"{', or lower config.trainer.keep_checkpoints' if kind == 'run' else ''}"
         ]
     return []
 
@@ -294,8 +295,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def hold(run_dir: Path) -> Iterator[None]:
-    """Keep a second supervisor away from the run folder, which is made, for as long as this process lives.
+def hold(run_dir: Path, kind: str = "run") -> Iterator[None]:
+    """Keep a second supervisor away from the folder of a run (or evaluation, or sweep), which is made, for as long as
+    this process lives.
 
     Raises:
         RunInUse: there is one already.
@@ -305,7 +307,7 @@ def hold(run_dir: Path) -> Iterator[None]:
         until = time.monotonic() + _LOCKED_S
         while not _locked(lock, fcntl.LOCK_EX):
             if time.monotonic() > until:
-                raise RunInUse(_used(run_dir, lock))
+                raise RunInUse(_used(run_dir, lock, kind))
             time.sleep(0.05)
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -313,12 +315,12 @@ def hold(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def check_unused(run_dir: Path) -> list[str]:
+def check_unused(run_dir: Path, kind: str = "run") -> list[str]:
     """Problem with a run folder that a supervisor holds."""
     with contextlib.suppress(OSError), (run_dir / _LOCK_FILE).open("r") as lock:
         # Shared, so that two who look at one time do not take each other for a supervisor.
         if not _locked(lock, fcntl.LOCK_SH):
-            return [_used(run_dir, lock)]
+            return [_used(run_dir, lock, kind)]
     return []
 
 
@@ -330,10 +332,11 @@ def _locked(lock: IO[str], how: int) -> bool:
     return True
 
 
-def _used(run_dir: Path, lock: IO[str]) -> str:
+def _used(run_dir: Path, lock: IO[str], kind: str) -> str:
     lock.seek(0)
     holder = lock.read().strip() or "?"
-    return f"run folder {run_dir} is in use by process {holder}: stop that one first; a new run takes another --name"
+    new = f"a new {kind} takes another {_ANOTHER[kind]}"
+    return f"{kind} folder {run_dir} is in use by process {holder}: stop that one first; {new}"
 
 
 def can_bind(port: int, host: str = LOOPBACK) -> bool:

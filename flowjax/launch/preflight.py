@@ -52,14 +52,14 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     """Run every check. Nothing is written, nothing started but short-lived probes."""
     # Started first: it takes seconds to import JAX, while the other checks run here.
     probe = _start_probe(run, devices, run.folder / "checkpoints" if resume else None)
-    problems = check_config(run.config)
+    problems, kind = check_config(run.config), "evaluation" if run.is_evaluation else "run"
 
     def engine(base: Base) -> list[str]:
         trained = (policy.train for policy in run.policies_on(base.name).values())
         return check_engine(base, adapters="lora" in trained)
 
     here = [*on_each_base(run, check_model), *check_ports(run), *on_each_base(run, engine)]
-    here += [*check_accelerators(run, devices), *check_unused(run.folder), *check_sinks(run.config)]
+    here += [*check_accelerators(run, devices), *check_unused(run.folder, kind), *check_sinks(run.config)]
     here += _lost_bases(run, resume=resume) + (_lost_checkpoints(run) if resume else [])
     if run.is_relayed and not run.is_node:  # a node has been there already
         here += _relay_problems(run.config.dataflow.relay)
@@ -68,7 +68,7 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     found, lacking, plan = _finish_probe(probe)
     problems += [text for text in found if text not in problems]
     here += lacking
-    here += check_folder(run.folder, 0 if problems else disk_bytes(run, plan), of_evaluation=run.is_evaluation)
+    here += check_folder(run.folder, 0 if problems else disk_bytes(run, plan), kind)
     return Findings(problems, here, plan)
 
 

@@ -202,7 +202,7 @@ def test_full_disk_is_told_before_anything_is_written(tmp_path):
     (message,) = machine.check_folder(run_dir, needed_bytes=2**60)
     assert "no space left" in message
     assert "--config.runs" in message
-    (message,) = machine.check_folder(run_dir, needed_bytes=2**60, of_evaluation=True)
+    (message,) = machine.check_folder(run_dir, needed_bytes=2**60, kind="evaluation")
     assert message.endswith("make room, or give another --out=<folder>")
     assert not run_dir.exists()
     assert not run_dir.parent.exists()
@@ -227,6 +227,10 @@ def test_one_supervisor_per_run_folder(tmp_path):
             f"run folder {tmp_path} is in use by process {holder.pid}: stop that one first; a new run takes another "
             "--name"
         ]
+        for kind, other in (("evaluation", "--out"), ("sweep", "NAME")):
+            said = f"a new {kind} takes another {other}$"
+            with pytest.raises(machine.RunInUse, match=said), machine.hold(tmp_path, kind):
+                pass
         with pytest.raises(machine.RunInUse, match=str(holder.pid)), machine.hold(tmp_path):
             pass
     finally:
