@@ -376,7 +376,7 @@ def read_models(folder: Path) -> dict[str, dict[str, str]]:
     it fetched none.
 
     Raises:
-        ConfigError: the note is damaged.
+        ConfigError: the note is damaged, or may not be read.
     """
     path = folder / _MODELS_FILE
     try:
@@ -384,7 +384,9 @@ def read_models(folder: Path) -> dict[str, dict[str, str]]:
         return {name: {part: str(of[part]) for part in ("path", "revision", "folder")} for name, of in noted.items()}
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}): see that this user may read it and its folder") from error
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read ({reason}): remove it, and the newest models are fetched") from error
 

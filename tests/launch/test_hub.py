@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_hub import SHAS, FakeHub
 
-from flowjax.config import ConfigError, default_config, save_run
+from flowjax.config import ConfigError, default_config, load_run, save_run
 from flowjax.launch.__main__ import read_request
 from flowjax.launch.checks import on_each_base
 from flowjax.launch.machine import check_model, hub_id, to_fetch
@@ -191,6 +191,18 @@ def test_a_damaged_note_is_named(tmp_path, text):
     (tmp_path / "models.json").write_text(text)
     with pytest.raises(ConfigError, match=r"models\.json cannot be read .*: remove it"):
         read_run(tmp_path)
+
+
+def test_a_note_that_may_not_be_read_is_not_to_be_removed(tmp_path, monkeypatch):
+    save_run(default_config(), tmp_path)
+
+    def refused(self: Path, *_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    config = load_run(tmp_path)
+    monkeypatch.setattr(Path, "read_text", refused)
+    with pytest.raises(ConfigError, match=r"models\.json cannot be read .*: see that this user may read it"):
+        resolve(config, tmp_path)
 
 
 def test_a_note_is_not_looked_for_below_a_file(tmp_path):
