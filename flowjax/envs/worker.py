@@ -145,7 +145,7 @@ class Worker:
         session, number, name, *arguments = request
         try:
             value = getattr(self, f"_{name}")(session, *arguments)
-        except Exception as error:  # whatever a world raises costs its own episode only
+        except BaseException as error:  # whatever a world raises, `sys.exit()` too, costs its own episode only
             self._envs.pop(session, None)
             self._turns.pop(session, None)
             if isinstance(error, EnvDied):  # the world itself says what has ended the episode

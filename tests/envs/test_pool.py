@@ -154,6 +154,22 @@ def test_two_hanging_episodes_on_one_worker_cost_one_worker_each():
     assert run(episode, step_timeout_s=2.0).counts.timeouts == 2
 
 
+@pytest.mark.parametrize("world", [UNRULY, "waiting_world:Waiting"])
+def test_an_exit_in_a_world_costs_its_own_episode(world: str):
+    """And is answered, in the thread of a world that waits, too: nobody else hears of it there."""
+
+    async def episode(pool: EnvPool) -> None:
+        async with pool.session(UNRULY, {}) as sibling, pool.session(world, {}) as env:
+            await asyncio.gather(sibling.reset(counter(0), 0), env.reset(counter(0), 0))
+            with pytest.raises(EnvDied, match="SystemExit: as if it were a program") as died:
+                await env.step("exit")
+            assert died.value.status == "env_error"
+            assert (await sibling.step("1")).reward == 1.0
+
+    counts = run(episode).counts
+    assert (counts.crashes, counts.timeouts, counts.replays) == (0, 0, 0)
+
+
 def test_an_exception_in_a_world_costs_no_worker():
     async def episode(pool: EnvPool) -> None:
         async with pool.session(UNRULY, {}) as env:

@@ -1,5 +1,6 @@
-"""A counter that hangs, crashes, raises or answers what cannot be sent, on demand. State: the sum of the actions.
+"""A counter that hangs, crashes, exits, raises or answers what cannot be sent, on demand.
 
+State: the sum of the actions.
 Refers to nothing but the task.
 """
 
@@ -29,6 +30,8 @@ class Counter:
                 time.sleep(3600)
             case "crash":
                 os._exit(1)
+            case "exit":
+                sys.exit("as if it were a program")
             case "raise":
                 raise ArithmeticError("two and two")
             case "odd":
