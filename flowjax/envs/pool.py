@@ -35,7 +35,7 @@ from flowjax.envs.worker import (
 )
 from flowjax.records import Status, Task
 
-MAX_LOSSES = 3  # workers that one call, or one start, may lose through no fault of its own
+MAX_LOSSES = 3  # workers that one call, or one slot at its starts, may lose in a row
 START_AGAIN_S = 2.0  # after a machine that had no memory or process for a worker
 
 
@@ -63,7 +63,6 @@ class _WorkerProcess(asyncio.Protocol):
         self._hung_up = False
         self.sessions = 0
         self.alive = True
-        self.answered = False  # anything at all
         self.timed_out = False
         self.offender = 0  # session whose request brought the worker down
         self.lost = asyncio.Event()
@@ -92,6 +91,11 @@ class _WorkerProcess(asyncio.Protocol):
                 },
                 start_new_session=True,  # so that what an environment started can be killed with it
             )
+
+    @property
+    def started(self) -> bool:
+        """True once the worker has waited for its first request, though none may have come."""
+        return self._page[BUSY] != STARTING
 
     async def connect(self) -> None:
         self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
@@ -128,7 +132,6 @@ class _WorkerProcess(asyncio.Protocol):
         return b""
 
     def data_received(self, data: bytes) -> None:
-        self.answered = True
         for session, number, error, value in self._frames.feed(data):
             future = self._waiting.pop((session, number), None)
             if future is None or future.done():
@@ -189,7 +192,7 @@ class EnvPool:
         self._size = workers
         self._workers: list[_WorkerProcess] = []
         self._numbers = itertools.count(1)
-        self._failed_starts = 0
+        self._down: set[int] = set()  # slots whose worker could not be started, again and again
         self._closed = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -222,31 +225,32 @@ class EnvPool:
 
     async def _keep(self, slot: int) -> None:
         """Replace the slot's worker whenever it is lost, until workers prove unable to start."""
+        failed_starts = 0  # in a row; of this slot alone, as what one moment does to all is no proof
         while True:
             worker = self._workers[slot]
             await worker.lost.wait()
             await asyncio.to_thread(worker.process.wait)
-            # Lost at work, after an answer or by a session's fault: another start may go well. Only starts count here.
-            started = worker.answered or worker.offender
-            self._failed_starts = 0 if started else self._failed_starts + 1
-            if self._failed_starts >= MAX_LOSSES:
+            failed_starts = 0 if worker.started else failed_starts + 1
+            if failed_starts >= MAX_LOSSES:
+                self._down.add(slot)
                 return
-            if (replacement := await self._replacement()) is None:
-                return
-            self._workers[slot] = replacement
+            self._workers[slot] = await self._replacement(slot)
 
-    async def _replacement(self) -> _WorkerProcess | None:
-        """A new worker; None where the machine could not start one, again and again."""
+    async def _replacement(self, slot: int) -> _WorkerProcess:
+        """A new worker, as soon as the machine has the memory and processes for one; till then the slot is down."""
+        refused = 0
         while True:
             try:
                 worker = _WorkerProcess(self.counts, *self._timeouts_s)
                 await worker.connect()
+                self._down.discard(slot)
                 return worker
             except OSError as error:
-                _log.warning("an environment worker could not be started: %s", error)
-                self._failed_starts += 1
-                if self._failed_starts >= MAX_LOSSES:
-                    return None
+                refused += 1
+                if refused <= MAX_LOSSES:
+                    _log.warning("an environment worker could not be started: %s", error)
+                if refused >= MAX_LOSSES:
+                    self._down.add(slot)  # episodes end rather than wait for it
                 await asyncio.sleep(START_AGAIN_S)
 
     async def _choose(self) -> _WorkerProcess:
@@ -254,8 +258,8 @@ class EnvPool:
         while not self._closed:
             if alive := [worker for worker in self._workers if worker.alive]:
                 return min(alive, key=lambda worker: worker.sessions)
-            if self._failed_starts >= MAX_LOSSES:
-                raise EnvDied(f"environment workers died {self._failed_starts} times at their start", "env_error")
+            if len(self._down) == self._size:
+                raise EnvDied(f"no environment worker could be started, {MAX_LOSSES} times in a row", "env_error")
             await asyncio.sleep(0.01)  # one is being replaced
         raise EnvDied("the environment pool is closed", "cancelled")
 

@@ -109,36 +109,76 @@ def test_what_hangs_or_crashes_costs_its_own_episode(last_action: str, status: s
     assert counts.replays == 6
 
 
-@pytest.mark.parametrize("failures", [1, 3])
-def test_a_machine_that_cannot_start_a_worker_is_asked_again_and_then_said_to_fail(failures: int, monkeypatch):
-    """Else the one that replaces workers would be gone without a word, and episodes would wait for ever."""
-    real = subprocess.Popen
+def test_a_machine_that_cannot_start_a_worker_fails_episodes_until_it_can(monkeypatch):
+    """Else the one that replaces workers would be gone, and episodes would wait or fail for ever."""
+    real, refusing = subprocess.Popen, True
 
     def refused(*args, **kwargs):
-        nonlocal failures
-        failures -= 1
-        if failures >= 0:
+        if refusing:
             raise BlockingIOError("Resource temporarily unavailable")
         return real(*args, **kwargs)
 
     monkeypatch.setattr(pool_module, "START_AGAIN_S", 0.01)
 
     async def episode(pool: EnvPool) -> None:
-        lasting = failures == pool_module.MAX_LOSSES
+        nonlocal refusing
         async with pool.session(UNRULY, {}) as env:
             await env.reset(counter(0), 0)
             monkeypatch.setattr(subprocess, "Popen", refused)
             with pytest.raises(EnvDied):
                 await env.step("crash")
         async with pool.session(UNRULY, {}) as env:
-            if not lasting:
-                assert (await env.reset(counter(7), 0)).text == "7"
-                return
-            with pytest.raises(EnvDied, match="workers died 3 times at their start") as died:
+            with pytest.raises(EnvDied, match="no environment worker could be started, 3 times in a row") as died:
                 await env.reset(counter(7), 0)
             assert died.value.status == "env_error"
+        refusing = False
+        while not pool._workers[0].alive:
+            await asyncio.sleep(0.01)
+        async with pool.session(UNRULY, {}) as env:
+            assert (await env.reset(counter(7), 0)).text == "7"
 
     run(episode)
+
+
+def test_one_refusal_of_each_slot_ends_none(monkeypatch):
+    """A moment without memory meets all of them at once."""
+    real, refusals = subprocess.Popen, 0
+
+    def refused(*args, **kwargs):
+        nonlocal refusals
+        refusals += 1
+        if refusals <= pool_module.MAX_LOSSES:
+            raise BlockingIOError("Resource temporarily unavailable")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(pool_module, "START_AGAIN_S", 0.01)
+
+    async def episode(pool: EnvPool) -> None:
+        before = list(pool._workers)
+        while not all(worker.started for worker in before):
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(subprocess, "Popen", refused)
+        for worker in before:
+            worker.kill()
+        while not all(worker not in before and worker.started for worker in pool._workers):
+            await asyncio.sleep(0.01)
+
+    assert run(episode, workers=pool_module.MAX_LOSSES).counts.crashes == pool_module.MAX_LOSSES
+
+
+def test_workers_killed_before_their_first_request_have_started():
+    """However often: nothing speaks against another one."""
+
+    async def episode(pool: EnvPool) -> None:
+        for _ in range(pool_module.MAX_LOSSES + 1):
+            worker = pool._workers[0]
+            while not worker.started:
+                await asyncio.sleep(0.01)
+            worker.kill()
+            while pool._workers[0] is worker:
+                await asyncio.sleep(0.01)
+
+    assert run(episode).counts.crashes == pool_module.MAX_LOSSES + 1
 
 
 def test_two_hanging_episodes_on_one_worker_cost_one_worker_each():
