@@ -65,3 +65,30 @@ def test_a_level_too_hard_for_the_expert_is_refused(monkeypatch: pytest.MonkeyPa
     env.reset(Task("t", "sokoban", 0, {"level": wide}), 0)
     with pytest.raises(WorldError, match="use fewer boxes or a smaller room"):
         Sokoban().expert(env)
+
+
+@pytest.mark.parametrize("most", [40, 0])
+def test_a_source_of_tasks_leaves_out_levels_too_hard_for_the_expert(most: int, monkeypatch: pytest.MonkeyPatch):
+    """And is refused where there are no others."""
+    monkeypatch.setattr(levels, "MAX_EXPANDED", most)
+    shape, refusals, real = Shape(10, 10, boxes=4, min_moves=5), 0, levels.moves_to_go
+
+    def counted(room: Room, position: Position) -> int | None:
+        nonlocal refusals
+        try:
+            return real(room, position)
+        except WorldError:
+            refusals += 1
+            raise
+
+    monkeypatch.setattr(levels, "moves_to_go", counted)
+    if not most:
+        monkeypatch.setattr(levels, "is_small", lambda room: False)
+        with pytest.raises(WorldError, match="use fewer boxes or a smaller room"):
+            generate(np.random.default_rng(0), shape)
+        assert refusals == levels.MAX_HARD
+        return
+    for seed in range(4):
+        room, position = generate(np.random.default_rng(seed), shape)
+        assert (real(room, position) or 0) >= 5
+    assert refusals

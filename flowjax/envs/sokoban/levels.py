@@ -27,6 +27,7 @@ MASKS = (  # what the walker clears around itself, as (row, column) offsets
 STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 MAX_STATES = 300_000  # explored while pulling, before the best level so far is taken
 MAX_ATTEMPTS = 20_000
+MAX_HARD = 30  # levels too hard for the expert, some ten seconds each, before the options are refused
 HELD_OUT_ONE_IN = 8  # rooms, by content
 
 
@@ -72,8 +73,9 @@ def generate(rng: np.random.Generator, shape: Shape, split: Split | None = None)
     """A solvable, unsolved level, of one split if one is named.
 
     Raises:
-        WorldError: the options allow hardly any level.
+        WorldError: the options allow hardly any level, or hardly one that the expert can solve.
     """
+    hard = 0
     for _ in range(MAX_ATTEMPTS):
         floor = walk_floor(rng, shape)
         cells = [cell for cell in range(floor.bit_length()) if floor >> cell & 1]
@@ -91,7 +93,13 @@ def generate(rng: np.random.Generator, shape: Shape, split: Split | None = None)
         position = last_steps(rng, room, position, 0.8 if displacement == 1 else 0.5)
         if shape.min_moves <= 1 and not shape.max_moves:
             return room, position
-        moves = moves_to_go(room, position) or 0
+        try:
+            moves = moves_to_go(room, position) or 0
+        except WorldError:  # too hard for the expert; the next one may not be
+            hard += 1
+            if hard == MAX_HARD:
+                raise
+            continue
         if shape.min_moves <= moves <= (shape.max_moves or moves):
             return room, position
     raise WorldError(
