@@ -1,6 +1,8 @@
 """The WebShop world: pages, actions, state keys, splits, expert."""
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from two_processes import printed_in_two_processes
 
 from flowjax.envs import NotReady, Observation, Split, WorldError
 from flowjax.envs.webshop import WebShop, goals
+from flowjax.envs.webshop.catalog import ATTRIBUTES, ITEMS, generate
 from flowjax.envs.webshop.goals import goal_words, split_goals
 from flowjax.envs.webshop.pages import SEARCH_TEMPLATE
 from flowjax.envs.webshop.world import WebShopEnv
@@ -244,6 +247,52 @@ def test_the_expert_buys_what_is_wanted(options: dict):
         else:
             pytest.fail("nothing is bought within 40 turns")
     assert np.mean(np.array(turns) <= 15) >= 0.9
+
+
+def shop_with(folder: Path, **options: list[str]) -> dict[str, Any]:
+    """The options of a shop whose products all have these options."""
+    files = generate(5, 0)
+    for item in files[ITEMS]:
+        item["customization_options"] = {
+            name: [{"value": value} for value in values] for name, values in options.items()
+        }
+    for name in (ITEMS, ATTRIBUTES):
+        (folder / f"{name}.json").write_text(json.dumps(files[name]))
+    return {"path": str(folder), "products": 5}
+
+
+def test_every_listed_action_can_be_taken(tmp_path: Path):
+    """Values with marks of actions in them, too; one without text is not listed and not asked for."""
+    at = shop_with(tmp_path, Size=["6 [wide]", "", "[7]", "a\nb", "Search"], Style=[""])
+    env, source = WebShop(**at).env(), WebShop(**at).tasks("train", 0)
+    values = ("6 [wide]", "[7]", "a\nb", "search")
+    for index in range(len(source)):
+        page = env.reset(task_of(source, index), 0)
+        assert env.goal.options[0] in values and env.goal.option_names == ("size",)
+        while env.state.page != "item":
+            page = go(env, WebShop(**at).expert(env))
+        assert page.legal_actions[-4:] == tuple(f"click[{value}]" for value in values)
+        for value, action in zip(values, page.legal_actions[-4:], strict=True):
+            assert env.step(action).valid and env.state.options == (("size", value),)
+            world = WebShop(**at)
+            assert world.parse_action(world.reply(action, "instruct"), page.legal_actions) == action
+            if "\n" not in value:
+                assert world.parse_action(world.reply(action, "compact"), page.legal_actions) == action
+
+
+@pytest.mark.parametrize("sizes", [["7"], ["7", "8"]])
+def test_the_expert_ends_where_options_share_a_value(sizes: list[str], tmp_path: Path):
+    """A click sets the last of them, so that the first cannot be had; what can be is bought."""
+    at = shop_with(tmp_path, Color=["7", "red"], Size=sizes)
+    env, source = WebShop(**at).env(), WebShop(**at).tasks("train", 0)
+    scores: dict[tuple[str, ...], set[bool]] = {}
+    for index in range(len(source)):
+        env.reset(task_of(source, index), 0)
+        last = [env.step(WebShop(**at).expert(env)) for _ in range(20)][-1]
+        assert last.terminal
+        scores.setdefault(env.goal.options, set()).add(last.outcome["score"] == 1.0)
+    assert len(scores) == 2 * len(sizes)
+    assert all(won == {wanted != ("7", "8")} for wanted, won in scores.items())
 
 
 def test_the_expert_looks_at_what_the_results_name_first_and_at_nothing_twice():

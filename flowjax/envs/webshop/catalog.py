@@ -109,6 +109,10 @@ class Product:
         first_point = self.bullet_points[0] if self.bullet_points else ""
         return f"{self.name} {self.description} {first_point} {options}".lower()
 
+    def option_of(self, value: str) -> str | None:
+        """The option that a click on a value sets: where two share it the last one, as in the published shop."""
+        return next((name for name, values in reversed(list(self.options.items())) if value in values), None)
+
     def price(self, data_seed: int) -> float:
         """Its price; in a range, a number drawn for this product and seed alone."""
         if len(self.prices) == 1:
@@ -209,11 +213,13 @@ def _prices(pricing: str | None) -> tuple[float, ...]:
 def _options(custom: Mapping[str, Any] | str) -> dict[str, tuple[str, ...]]:
     if not isinstance(custom, Mapping):
         return {}
-    return {
-        name.lower(): tuple(content["value"].strip().replace("/", " | ").lower() for content in contents)
+    options = {
+        name.lower(): [content["value"].strip().replace("/", " | ").lower() for content in contents]
         for name, contents in custom.items()
         if contents is not None
     }
+    # A value without text is on no page and fits no goal; an option that has no other is left out with it.
+    return {name: tuple(filter(None, values)) for name, values in options.items() if not values or any(values)}
 
 
 def generate(products: int, seed: int) -> dict[str, Any]:

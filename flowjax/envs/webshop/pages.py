@@ -67,9 +67,12 @@ class Pages:
 
     def follow(self, state: State, action: str) -> State | None:
         """The state after an action; None where the action is not possible there, and nothing changes."""
-        name, argument = read_action(action)
         if state.page == "done":
             return None
+        name, argument = read_action(action)
+        if action != SEARCH_TEMPLATE and action in self.show(state, "")[1]:
+            # As listed, since the published pattern misreads values with brackets: `click[6 [wide]]`.
+            return self._click(state, action.removeprefix("click[").removesuffix("]"))
         if name == "search":
             return State("results", query_key(argument))
         if name == "click" and argument != "search":
@@ -98,11 +101,10 @@ class Pages:
             return replace(state, page="done")
         if target in self._sub_pages:
             return replace(state, page="sub", sub_page=target)
-        # Where two options share a value the published shop takes the last one.
-        for option, values in reversed(list(self._catalog.products[state.product].options.items())):
-            if target in values:
-                return replace(state, options=tuple(sorted({**dict(state.options), option: target}.items())))
-        return None
+        option = self._catalog.products[state.product].option_of(target)
+        if option is None:
+            return None
+        return replace(state, options=tuple(sorted({**dict(state.options), option: target}.items())))
 
     def _click_results(self, state: State, target: str) -> State | None:
         if target == NEXT:

@@ -151,8 +151,8 @@ class WebShop(World):
         if text is None:
             return None
         action = text.strip()
-        if "[" not in action and text == said:
-            name, _, argument = action.partition(" ")
+        name, _, argument = action.partition(" ")
+        if "[" not in name and text == said:
             if name == OPEN:
                 return dict(zip(PLACES, _products(legal), strict=False)).get(argument.strip())
             action = f"{name}[{' '.join(argument.split())}]"
@@ -247,7 +247,7 @@ def _spoken(action: str, products: Sequence[str]) -> str:
     """An action in compact words, on a page that lists these products (actions that open them)."""
     if action in products:
         return f"{OPEN} {PLACES[products.index(action)]}"
-    name, argument = read_action(action)
+    name, _, argument = action.removesuffix("]").partition("[")
     return f"{name} {argument}" if name else "none"
 
 
@@ -381,9 +381,10 @@ def _wanted_options(catalog: Catalog, goal: Goal, number: int) -> tuple[tuple[st
 
 
 def _fitting_options(product: Product, goal: Goal) -> tuple[tuple[str, str], ...]:
-    """Values that fit the wanted ones, of different options where that is possible."""
+    """Values that fit the wanted ones, of different options where that is possible. A click on each sets its option,
+    so that who clicks them in turn comes to an end."""
     named = tuple(zip(goal.option_names, goal.options, strict=False))
-    if named and all(value in product.options.get(name, ()) for name, value in named):
+    if named and all(product.option_of(value) == name for name, value in named):
         return named
     chosen: dict[str, str] = {}
     for wanted in goal.options:
@@ -391,7 +392,7 @@ def _fitting_options(product: Product, goal: Goal) -> tuple[tuple[str, str], ...
             (name in chosen, value != wanted.lower(), name, value)
             for name, values in product.options.items()
             for value in values
-            if value == wanted.lower() or option_fits(value, wanted)
+            if product.option_of(value) == name and (value == wanted.lower() or option_fits(value, wanted))
         ]
         if fitting:
             *_, name, value = min(fitting, key=lambda found: found[:2])
