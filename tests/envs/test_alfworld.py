@@ -375,6 +375,23 @@ def test_missing_data_is_named_with_the_remedy(data: Path, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("traj_data.json", '{"task_type": "pick', "JSONDecodeError"),
+        ("traj_data.json", "{}", "KeyError: 'task_type'"),
+        ("game.tw-pddl", "[]", "AttributeError"),
+    ],
+)
+def test_a_game_that_cannot_be_read_is_named(file: str, text: str, problem: str, tmp_path: Path):
+    game = tmp_path / "json_2.1.1" / "train" / "a" / "b"
+    game.mkdir(parents=True)
+    (game / "traj_data.json").write_text(json.dumps({"task_type": TASK_TYPES[0]}))
+    (game / file).write_text(text)
+    with pytest.raises(WorldError, match=rf"a/b/{file} cannot be read .{problem}.* remove its folder"):
+        Alfworld(path=str(tmp_path)).tasks("train", 0)
+
+
+@pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"size": 6}, "size"),

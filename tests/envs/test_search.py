@@ -335,7 +335,7 @@ def test_questions_in_the_published_formats_are_read(tmp_path: Path):
     from pyarrow import parquet
 
     rows = [
-        {"question": "who wrote it?", "golden_answers": ["A", "B"], "data_source": "nq", "id": "test_0"},
+        {"question": "who wrote it?", "golden_answers": ["The", "B", "E"], "data_source": "nq", "id": "test_0"},
         {"question": "Who wrote  it", "golden_answers": ["A"], "data_source": "nq", "id": "test_1"},
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test.parquet")
@@ -345,7 +345,7 @@ def test_questions_in_the_published_formats_are_read(tmp_path: Path):
         {"question": "When?", "reward_model": {"ground_truth": {"target": ["D"]}}},
     ]
     (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    assert [question.answers for question in read_questions(tmp_path, "held_out")] == [("A", "B")]
+    assert [question.answers for question in read_questions(tmp_path, "held_out")] == [("B", "E")]
     train = read_questions(tmp_path, "train")
     assert [question.text for question in train] == ["Where is it?", "When?"]  # the first is a test question
     assert (train[0].answers, train[0].augmented, train[1].answers) == (("C",), ("sea",), ("D",))
@@ -370,6 +370,9 @@ def test_an_oracle_plays_questions_without_a_known_chain(tmp_path: Path):
         ("", "missing or empty"),
         ("{]\n", "line 1, is no document"),
         ('{"id": "0"}\n', "line 1, is no document"),
+        ("\n", "is empty.*data.search.build"),
+        ("\r\n\r\n \n", "is empty"),
+        ("\n\r\n{]\n", "line 3, is no document"),
     ],
 )
 def test_a_corpus_that_cannot_be_read_is_named(tmp_path: Path, written: str | None, named: str):
@@ -390,8 +393,46 @@ def test_half_a_surrogate_pair_is_named_in_questions_and_replaced_in_documents(t
     (tmp_path / "corpus.jsonl").write_text('{"contents": "\\"T\\"\\nx \\ud800"}\n')
     (tmp_path / "test.jsonl").write_text('{"question": "a?", "answer": "b"}\n{"question": "c?", "answer": "\\ud800"}\n')
     assert Corpus(tmp_path / "corpus.jsonl")[0].contents == '"T"\nx ?'
-    with pytest.raises(WorldError, match=r"test.jsonl, row 2 has '\\ud800', half a surrogate pair"):
+    with pytest.raises(WorldError, match=r"test.jsonl, line 2 has '\\ud800', half a surrogate pair"):
         Search(path=str(tmp_path)).tasks("held_out", 0)
+
+
+def test_empty_lines_of_a_corpus_are_no_documents(tmp_path: Path):
+    passages = [json.dumps({"id": str(number), "contents": f'"T{number}"\nx'}) for number in range(3)]
+    (tmp_path / "corpus.jsonl").write_bytes("\r\n{}\r\n\r\n{}\r\n \r\n\n{}".format(*passages).encode())
+    assert [passage.id for passage in Corpus(tmp_path / "corpus.jsonl")] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        (b'{"question": "a?", "answer": "b"}\n\n{"question": ', r"train\.jsonl, line 3, is no question"),
+        (b'{"question": "a?", "answer": "\xff"}\n', r"train\.jsonl, line 1, is no question .UnicodeDecodeError"),
+        (b"", "no train questions with an answer that are not among the test questions"),
+        (b'{"question": "Who?", "answer": "b"}\n', "no train questions with an answer that are not among the test"),
+        (b'{"question": "a?", "answer": ["", "The", "!"]}\n', "no train questions with an answer"),
+    ],
+)
+def test_questions_that_cannot_be_used_are_named(tmp_path: Path, rows: bytes, named: str):
+    (tmp_path / "test.jsonl").write_text('{"question": "Who?", "answer": "c"}\n{"question": "a?", "answer": "A"}\n')
+    (tmp_path / "train.jsonl").write_bytes(rows)
+    assert len(read_questions(tmp_path, "held_out")) == 1
+    with pytest.raises(WorldError, match=named):
+        read_questions(tmp_path, "train")
+
+
+@pytest.mark.parametrize("damage", [slice(100, 400), slice(-300, None)])
+def test_a_broken_parquet_file_is_named(tmp_path: Path, damage: slice):
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"question": f"{number}?", "golden_answers": [f"b{number}"]} for number in range(999)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test.parquet")
+    content = bytearray((tmp_path / "test.parquet").read_bytes())
+    content[damage] = b"\xff" * len(content[damage])
+    (tmp_path / "test.parquet").write_bytes(content)
+    with pytest.raises(WorldError, match=r"test\.parquet cannot be read as parquet .* fetch it again"):
+        read_questions(tmp_path, "held_out")
 
 
 def test_missing_questions_are_named(tmp_path: Path):
@@ -399,7 +440,7 @@ def test_missing_questions_are_named(tmp_path: Path):
     with pytest.raises(WorldError, match=r"neither train.parquet nor train.jsonl.*nq_hotpotqa_train"):
         Search(path=str(tmp_path)).tasks("train", 0)
     (tmp_path / "train.jsonl").write_text('{"question": "x?"}\n')
-    with pytest.raises(WorldError, match=r"train.jsonl, row 1, is no question"):
+    with pytest.raises(WorldError, match=r"train.jsonl, line 1, is no question"):
         Search(path=str(tmp_path)).tasks("train", 0)
     with pytest.raises(WorldError, match=r"holds no corpus\.jsonl"):
         Search(path=str(tmp_path / "nowhere")).tasks("train", 0)

@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
@@ -265,12 +265,12 @@ def data_tasks(root: Path, split: Split, data_seed: int, options: AlfworldOption
         name = game.relative_to(root).as_posix()
         if any(word in name for word in UNUSABLE):
             continue
-        kind = json.loads((game / TRAJECTORY).read_text())["task_type"]
+        kind = _read(game / TRAJECTORY, "task_type")
         if kind not in options.task_types:
             continue
         if not (game / GAME).is_file():
             without_game += 1
-        elif not json.loads((game / GAME).read_text()).get("solvable"):
+        elif not _read(game / GAME, "solvable", False):
             unsolvable += 1
         else:
             games.append((name, kind))
@@ -284,6 +284,20 @@ def data_tasks(root: Path, split: Split, data_seed: int, options: AlfworldOption
     return [
         Task(f"{WORLD}-{name}", WORLD, place, {"game": name}, kind=kind) for place, (name, kind) in enumerate(ordered)
     ]
+
+
+def _read(file: Path, name: str, default: Any = None) -> Any:
+    """A field of a file of a game; one that has no default must be there.
+
+    Raises:
+        WorldError: it is not, or the file cannot be read.
+    """
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        return fields[name] if default is None else fields.get(name, default)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise WorldError(f"{file} cannot be read ({problem}): fetch it again, or remove its folder") from error
 
 
 def _choices(observation: Observation) -> str:

@@ -11,6 +11,7 @@ ASearcher's).
 
 import functools
 import json
+import logging
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from flowjax.envs import NotReady, Split, WorldError, check_characters
+from flowjax.grading.answers import normalise_answer
 
 # Every syllable has three letters and ends in one that English stemming leaves alone, so that a name can be cut back
 # into its syllables and no two names share a stem.
@@ -45,6 +47,7 @@ MIN_DOCUMENTS = HELD_OUT_ONE_IN * len(KINDS) * (FACTS + 1)  # leaves every fact 
 MAX_HOPS = 4
 MAX_WALKS = 20_000_000  # 1 GB while they are drawn
 _KIND_NAMES = tuple(KINDS)
+_BLOCK = 1 << 26  # bytes of a corpus that are looked through at once
 
 CORPUS = "corpus.jsonl"
 _FILES: dict[Split, str] = {"train": "train", "held_out": "test"}
@@ -243,6 +246,8 @@ class Corpus(Sequence[Document]):
         with path.open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._starts = _line_starts(self._bytes)
+        if not len(self):
+            raise NotReady(f"the corpus {path} is empty: {HOW_TO_GET}")
         self[0]
 
     def __len__(self) -> int:
@@ -256,9 +261,14 @@ class Corpus(Sequence[Document]):
             return document(fields, row)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WorldError(
-                f'{self._path}, line {row + 1}, is no document ({type(error).__name__}: {error}): each line is {{"id": '
-                '"0", "contents": "\\"Title\\"\\ntext"}'
+                f"{self._path}, line {self._line(row)}, is no document ({type(error).__name__}: {error}): each line is "
+                '{"id": "0", "contents": "\\"Title\\"\\ntext"}'
             ) from error
+
+    def _line(self, row: int) -> int:
+        """Number of a document's line in the file, where empty lines count."""
+        end = int(self._starts[row])
+        return 1 + sum(self._bytes[at : min(at + _BLOCK, end)].count(b"\n") for at in range(0, end, _BLOCK))
 
 
 def document(fields: Mapping[str, Any], row: int) -> Document:
@@ -281,15 +291,14 @@ def pages(documents: Sequence[Document]) -> dict[str, int]:
 
 def _line_starts(data: mmap.mmap) -> np.ndarray:
     """Offsets of the lines that hold something, and of the end."""
-    position, block = 0, 1 << 26
     places = []
-    while position < len(data):
-        piece = np.frombuffer(data[position : position + block], np.uint8)
-        places.append(np.flatnonzero(piece == ord("\n")) + position + 1)
-        position += block
+    for at in range(0, len(data), _BLOCK):
+        piece = np.frombuffer(data[at : at + _BLOCK], np.uint8)
+        places.append(np.flatnonzero(piece == ord("\n")) + at + 1)
     starts = np.unique(np.concatenate([np.array([0]), *places, np.array([len(data)])]))
-    # One byte is a newline alone: an empty line is read with the line before it, as white space.
-    return starts[np.concatenate([np.diff(starts) > 1, [True]])]
+    # An empty line is read with the line before it, as white space. Lines long enough for a document are not looked at.
+    short = np.flatnonzero(np.diff(starts) < len('{"text":""}'))
+    return np.delete(starts, [row for row in short if data[starts[row] : starts[row + 1]].isspace()])
 
 
 def write_corpus(path: Path, documents: Iterable[Document]) -> None:
@@ -315,15 +324,19 @@ def write_questions(path: Path, questions: Iterable[Question], source: str) -> N
 
 
 def read_questions(folder: str | Path, split: Split) -> list[Question]:
-    """The questions of a split, each once. A training question that is also a test question is left out.
+    """The questions of a split, each once. A training question that is also a test question is left out, and so is one
+    without an answer that can be compared: of "The" nothing is left.
 
     Raises:
-        WorldError: a file is missing or a row cannot be read; the message says which.
+        WorldError: a file is missing, a row cannot be read or no question is left; the message says which.
     """
     found = _read_split(Path(folder), split)
     if split == "train":
         held_out = {canonical(question.text) for question in _read_split(Path(folder), "held_out")}
         found = [question for question in found if canonical(question.text) not in held_out]
+    if not found:
+        besides = " that are not among the test questions" if split == "train" else ""
+        raise WorldError(f"{folder} has no {split} questions with an answer{besides}: {HOW_TO_GET}")
     # Backwards twice: of equal questions the first one is kept.
     return list({canonical(question.text): question for question in reversed(found)}.values())[::-1]
 
@@ -340,37 +353,45 @@ def _read_split(folder: Path, split: Split) -> list[Question]:
             break
     else:
         raise NotReady(f"{folder} holds neither {name}.parquet nor {name}.jsonl: {HOW_TO_GET}")
-    questions = []
-    for number, row in enumerate(_rows(path), 1):
+    questions: list[Question] = []
+    unanswerable = 0
+    for place, row in _rows(path):
         try:
-            question = _question(row)
+            question = _question(json.loads(row) if isinstance(row, bytes) else row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WorldError(
-                f"{path}, row {number}, is no question ({type(error).__name__}: {error}): it needs `question` and "
+                f"{path}, {place}, is no question ({type(error).__name__}: {error}): it needs `question` and "
                 "`golden_answers`, `answer` or `reward_model.ground_truth.target`"
             ) from error
         texts = (question.text, *question.answers, *map(str, question.chain), *question.augmented)
-        check_characters(f"{path}, row {number}", *texts)
-        questions.append(question)
+        check_characters(f"{path}, {place}", *texts)
+        if question.answers:
+            questions.append(question)
+        else:
+            unanswerable += 1
+    if unanswerable:
+        logging.warning("%s: %d questions without an answer that can be compared are left out", path, unanswerable)
     return questions
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
+    """The rows of a file, those of JSONL as they are written, each with its place in words."""
     if path.suffix == ".parquet":
         try:
             from pyarrow import parquet
         except ImportError as error:
             raise NotReady(f'{path} needs pyarrow: pip install -e ".[search]", or convert it to JSONL') from error
         wanted = ("question", "golden_answers", "answer", "aug_answer", "reward_model", "metadata")
-        table = parquet.ParquetFile(path)
-        names = [name for name in wanted if name in table.schema_arrow.names]
-        for batch in table.iter_batches(columns=names):
-            yield from batch.to_pylist()
+        try:
+            table = parquet.ParquetFile(path)
+            names = [name for name in wanted if name in table.schema_arrow.names]
+            rows = (row for batch in table.iter_batches(columns=names) for row in batch.to_pylist())
+            yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
+        except (ValueError, OSError) as error:  # of pyarrow
+            raise WorldError(f"{path} cannot be read as parquet ({error}): fetch it again") from error
         return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.strip():
-                yield json.loads(line)
+    with path.open("rb") as file:
+        yield from ((f"line {number}", line) for number, line in enumerate(file, 1) if line.strip())
 
 
 def _question(row: Mapping[str, Any]) -> Question:
@@ -379,9 +400,10 @@ def _question(row: Mapping[str, Any]) -> Question:
     if answers is None:
         answers = row["answer"] if "answer" in row else row["reward_model"]["ground_truth"]["target"]
     chain = (row.get("metadata") or {}).get("chain") or ()
-    if not text or not _strings(answers):
-        raise ValueError("the question or its answers are empty")
-    return Question(text, _strings(answers), tuple(chain), _strings(row.get("aug_answer") or ()))
+    if not text:
+        raise ValueError("the question is empty")
+    comparable = tuple(filter(normalise_answer, _strings(answers)))
+    return Question(text, comparable, tuple(chain), _strings(row.get("aug_answer") or ()))
 
 
 def _strings(value: Any) -> tuple[str, ...]:
