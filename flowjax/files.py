@@ -2,6 +2,7 @@
 crash; folders likewise; and files that one process holds."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -57,9 +58,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
     `folder` either does not exist or is complete, also after a crash or a power cut. An existing one is never touched:
     engines may have its bytes cached under its path.
+
+    Raises:
+        FileExistsError: it is there, or another process has made it meanwhile.
     """
+    there = f"folder {folder} exists already, and folders of versions never change"
     if folder.exists():
-        raise FileExistsError(f"folder {folder} exists already, and folders of versions never change")
+        raise FileExistsError(there)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -68,8 +73,24 @@ def new_folder(folder: Path) -> Iterator[Path]:
         for path in unfinished.iterdir():
             _sync(path)
         unfinished.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno == errno.ENOTEMPTY:  # of the renaming: it has files by now
+            raise FileExistsError(there) from error
+        raise
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A path of the same suffix to write to, which is renamed to `path`, whatever is there, once all is on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}-{threading.get_ident()}{path.suffix}")
+    try:
+        yield unfinished
+        _sync(unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
         raise
 
 

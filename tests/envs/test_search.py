@@ -468,6 +468,11 @@ def test_wrong_options_are_named(options: dict, named: str):
         Search(**options).env()
 
 
+@pytest.mark.parametrize("given", ["local", " local", ["local"]])
+def test_an_index_in_the_process_is_named_in_a_list_too(given: Any):
+    assert Search(retriever=given).options.servers == ()
+
+
 def test_a_search_that_servers_answer_has_a_limit_which_a_launch_compares():
     assert Search(retriever=["http://a:1"], search_timeout_s=9.0).longest_step_s() == 9.0
     assert Search(search_timeout_s=9.0).longest_step_s() == 0.0, "the index is in the process"

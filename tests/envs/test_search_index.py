@@ -90,6 +90,61 @@ def test_vectors_are_kept(tmp_path: Path):
         DenseIndex.build(texts, letter_encoder.encode, save_to=tmp_path / "vectors.index")
 
 
+def test_an_index_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def begun(path: Any, *args: Any, **options: Any) -> None:
+        made = Path(path)
+        (made / "params.index.json" if made.is_dir() else made).write_text("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bm25s.BM25.save", lambda self, folder, **options: begun(folder))
+    with pytest.raises(KeyboardInterrupt):
+        BM25Index(["a lake"]).save(tmp_path / "index")
+    monkeypatch.setattr(np, "save", begun)
+    with pytest.raises(KeyboardInterrupt):
+        DenseIndex.build(["a lake"], letter_encoder.encode, save_to=tmp_path / "vectors.npy")
+    monkeypatch.setattr(faiss, "write_index", lambda index, path: begun(path))
+    with pytest.raises(KeyboardInterrupt):
+        started(tmp_path, "--compress=IVF64,SQ8")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_servers_that_make_one_index_keep_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first, second = BM25Index(["a lake", "a river"]), BM25Index(["the sea", "a town"])
+    real = type(first._bm25).save
+
+    def meanwhile(self: Any, folder: str, **options: Any) -> None:
+        monkeypatch.setattr("bm25s.BM25.save", real)
+        first.save(tmp_path / "index")
+        real(self, folder, **options)
+
+    monkeypatch.setattr("bm25s.BM25.save", meanwhile)
+    second.save(tmp_path / "index")
+    second.save(tmp_path / "index")
+    assert BM25Index.load(tmp_path / "index").search(["lake"], 2) == first.search(["lake"], 2) != []
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("folder", ["--index=bm25"]),
+        ("file", ["--index=bm25"]),
+        ("vectors.npy", []),
+        ("made.index", ["--compress=IVF64,SQ8"]),
+    ],
+)
+def test_an_index_that_cannot_be_read_is_named_with_the_remedy(name: str, flags: list[str], tmp_path: Path):
+    path = tmp_path / name
+    if name == "folder":
+        BM25Index(["a lake"]).save(path)
+        path = path / "params.index.json"
+    path.write_bytes(b"\x93NUMPY")
+    with pytest.raises(
+        WorldError, match=rf"--index_path={tmp_path / name} cannot be read .*: remove it to have it made"
+    ):
+        started(tmp_path, f"--index_path={tmp_path / name}", *flags)
+
+
 def started(folder: Path, *flags: str) -> tuple[Any, Any]:
     """Documents and index of a server over 3,000 generated passages."""
     paths = [f"--index_path={folder / 'made.index'}", "--encoder=letter_encoder:encode", "--index=dense"]

@@ -219,9 +219,13 @@ def test_a_key_is_asked_for():
             for headers in ({}, {"X-API-Key": "sécret"}, {"X-API-Key": "secret"}):
                 for path, body in (("/search", {"query": "a"}), ("/retrieve", {"query": "a"})):
                     statuses.append((await client.post(path, json=body, headers=headers)).status)
+            reader, writer = await asyncio.open_connection(client.host, client.port)
+            writer.write(b"POST /search HTTP/1.1\r\nHost: a\r\nX-API-Key: \xff\r\nContent-Length: 0\r\n\r\n")
+            statuses.append(int((await reader.readline()).split()[1]))
+            writer.close()
             return statuses
 
-    assert asyncio.run(scenario()) == [200, 401, 401, 401, 401, 200, 200]
+    assert asyncio.run(scenario()) == [200, 401, 401, 401, 401, 200, 200, 401]
 
 
 @pytest.mark.parametrize(

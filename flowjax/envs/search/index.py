@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from flowjax.envs import NotReady, WorldError
 from flowjax.envs.search.corpus import CORPUS, Corpus, Document, document, encyclopedia, pages
 from flowjax.fields import load_named
+from flowjax.files import new_file, new_folder
 from flowjax.records import state_key
 
 Scored = list[tuple[int, float]]  # rows and their scores, best first
@@ -67,7 +68,9 @@ class BM25Index:
         return index
 
     def save(self, folder: str | Path) -> None:
-        self._bm25.save(str(folder), show_progress=False)
+        """Keep it in a folder, complete or not at all. One that another process has made meanwhile stays."""
+        with contextlib.suppress(FileExistsError), new_folder(Path(folder)) as unfinished:
+            self._bm25.save(str(unfinished), show_progress=False)
 
     def _read(self) -> None:
         scores = self._bm25.scores
@@ -117,13 +120,13 @@ class DenseIndex:
             raise WorldError(f"--index_path={save_to} is not there and can be made only as a .npy file: name it so")
         vectors = encode_passages(texts, encode)
         if save_to is not None:
-            np.save(save_to, vectors)
+            with new_file(save_to) as unfinished:
+                np.save(unfinished, vectors)
         return cls(encode, vectors)
 
     @classmethod
     def load(cls, path: str | Path, encode: Encoder) -> "DenseIndex":
-        """Vectors from a .npy file, or a faiss index from any other (the published e5_Flat.index among them), mapped
-        from the disk."""
+        """Vectors from a .npy file; from any other, such as the published e5_Flat.index, a faiss index, mapped."""
         if Path(path).suffix == ".npy":
             return cls(encode, np.load(path))
         faiss = read_faiss(str(path))
@@ -283,7 +286,6 @@ class _FolderEncoder:
 # Retrievers find an environment's passages: by an index in its process, or by asking a retrieval server.
 
 Wire = Literal["query", "queries", "search"]  # the three request formats, see server.py
-WIRES: tuple[Wire, ...] = ("query", "queries", "search")
 KEY_VARIABLE = "FLOWJAX_SEARCH_KEY"  # environment variable with the X-API-Key of servers that want one
 LOCAL_LIMIT_BYTES = 1 << 30  # of a corpus that is indexed in the environment's own process
 FIRST_PAUSE_S = 0.1  # between attempts, doubled each time
@@ -394,9 +396,8 @@ class RemoteRetriever:
         connection.timeout = timeout_s
         if connection.sock is not None:  # already open: the attribute counts only when it connects
             connection.sock.settimeout(timeout_s)
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY_VARIABLE):
-            headers["X-API-Key"] = key
+        key = os.environ.get(KEY_VARIABLE)
+        headers = {"Content-Type": "application/json", **({"X-API-Key": key} if key else {})}
         try:
             connection.request("POST", path, json.dumps(body), headers)
             sock: Any = connection.sock
@@ -423,7 +424,7 @@ def _address(url: str) -> tuple[str, int]:
         parts, port = None, 80
     if parts is None or parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
         raise WorldError(
-            f"env.options retriever={url!r}: give local, or the address of a server without a path, for example "
+            f"env.options retriever={url!r}: give local alone, or addresses of servers without a path, for example "
             "http://127.0.0.1:8000"
         )
     return parts.hostname, port
@@ -439,8 +440,7 @@ def _read_result(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def _read_passages(answer: Mapping[str, Any]) -> list[Any]:
-    passages = answer["results"]["passages"]  # a list for each query; some give none where nothing is found
-    found = passages[0] if passages else []
+    found = (answer["results"]["passages"] or [[]])[0]  # a list for each query; some give none where nothing is found
     named = [("id", "passage_id"), ("contents", "text"), ("url", "filename")]
     return [{ours: fields[theirs] for ours, theirs in named if theirs in fields} for fields in found]
 

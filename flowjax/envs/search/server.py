@@ -48,6 +48,7 @@ from flowjax.envs.search.index import (
     read_faiss,
     read_vectors,
 )
+from flowjax.files import new_file
 
 MAX_WAITING = 16_384  # queries
 MAX_BODY_BYTES = 1 << 20
@@ -156,7 +157,8 @@ class RetrievalService:
     """The endpoints over one corpus and its index."""
 
     def __init__(self, documents: Sequence[Document], index: Index, batcher: Batcher, key: str):
-        self._documents, self._index, self._batcher, self._key = documents, index, batcher, key
+        self._documents, self._index, self._batcher = documents, index, batcher
+        self._key = key.encode(errors="surrogateescape")
         self._pages: Mapping[str, int] | None = None
 
     def app(self) -> web.Application:
@@ -179,8 +181,8 @@ class RetrievalService:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key; word every refusal as JSON."""
         try:
-            given = request.headers.get("X-API-Key", "")
-            if self._key and request.method == "POST" and not hmac.compare_digest(given.encode(), self._key.encode()):
+            given = request.headers.get("X-API-Key", "").encode(errors="surrogateescape")  # it may hold any bytes
+            if self._key and request.method == "POST" and not hmac.compare_digest(given, self._key):
                 raise Refused(401, "X-API-Key is missing or wrong")
             return await handler(request)
         except Refused as refused:
@@ -193,9 +195,8 @@ class RetrievalService:
             return web.json_response({"error": f"{request.method} {request.path}: {error.reason}"}, status=error.status)
 
     async def _health(self, request: web.Request) -> web.Response:
-        served = {"index": self._index.kind, "documents": len(self._documents)}
-        counts = {"queries": self._batcher.queries, "batches": self._batcher.batches}
-        return web.json_response({"status": "ok", **served, **counts})
+        served = {"status": "ok", "index": self._index.kind, "documents": len(self._documents)}
+        return web.json_response({**served, "queries": self._batcher.queries, "batches": self._batcher.batches})
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         body = await _body(request)
@@ -209,8 +210,7 @@ class RetrievalService:
         return _answer({"result": [[self._item(row, score, scored) for row, score in rows] for rows in found]})
 
     def _item(self, row: int, score: float, scored: bool) -> dict[str, Any]:
-        passage = self._documents[row]
-        fields = {"id": passage.id, "contents": passage.contents, "url": passage.url}
+        fields = self._page(row)
         return {"document": fields, "score": score} if scored else fields
 
     async def _access(self, request: web.Request) -> web.Response:
@@ -222,7 +222,7 @@ class RetrievalService:
 
     def _page(self, row: int) -> dict[str, str]:
         passage = self._documents[row]
-        return {"id": passage.id, "url": passage.url, "contents": passage.contents}
+        return {"id": passage.id, "contents": passage.contents, "url": passage.url}
 
     async def _search(self, request: web.Request) -> web.Response:
         """`backend` and `nprobe` are read and change nothing: there is one index. `min_words` drops shorter
@@ -333,15 +333,15 @@ def load(arguments: argparse.Namespace) -> tuple[Sequence[Document], Index]:
 def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) -> BM25Index | DenseIndex:
     path = Path(arguments.index_path) if arguments.index_path else None
     if arguments.index == "bm25":
-        if path is not None and path.is_dir():
-            return BM25Index.load(path)
+        if path is not None and path.exists():
+            return _kept(path, BM25Index.load)
         index = BM25Index([passage.contents for passage in documents])
         if path is not None:
             index.save(path)
         return index
     encode = load_encoder(arguments.encoder)
     if path is not None and path.is_file():
-        index = DenseIndex.load(path, encode)
+        index = _kept(path, lambda path: DenseIndex.load(path, encode))
     elif arguments.compress:
         index = _compressed(arguments, documents, encode, path)
     else:
@@ -349,6 +349,16 @@ def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) ->
     if arguments.search_with:
         index.search_with(arguments.search_with)
     return index
+
+
+def _kept(path: Path, load_index: Callable[[Path], Any]) -> Any:
+    """The index at a path, which is named where it cannot be read: each library fails in ways of its own."""
+    try:
+        return load_index(path)
+    except WorldError:  # a library is missing
+        raise
+    except Exception as error:
+        raise WorldError(f"--index_path={path} cannot be read ({error!r}): remove it to have it made anew") from error
 
 
 def _compressed(
@@ -386,9 +396,8 @@ def compress(vectors: Vectors, passages: int, form: str, path: Path) -> None:
         raise WorldError(f"--compress={form}: faiss makes no such index of {passages} passages ({error})") from error
     for start in starts:
         index.add(block(start))
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    faiss.write_index(index, str(unfinished))
-    unfinished.replace(path)
+    with new_file(path) as unfinished:
+        faiss.write_index(index, str(unfinished))
 
 
 def check_exposure(host: str, key: str, open_to_all: bool) -> None:

@@ -132,10 +132,9 @@ class SearchOptions:
     @property
     def servers(self) -> tuple[str, ...]:
         """Addresses of the retrieval servers; () for an index in this process."""
-        if self.retriever == LOCAL:
-            return ()
         given = self.retriever.split(",") if isinstance(self.retriever, str) else self.retriever
-        return tuple(url.strip() for url in given)
+        urls = tuple(url.strip() for url in given)
+        return () if urls == (LOCAL,) else urls
 
     def open_retriever(self) -> Retriever:
         if not self.servers:
