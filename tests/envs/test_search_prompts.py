@@ -77,6 +77,12 @@ def test_replies_as_asearcher_reads_them(reply: str, ours: str | None, published
         assert Search().parse_action(reply, ASEARCHER[:2]) is None
 
 
+def test_a_reply_of_openings_alone_is_read_in_linear_time():
+    """Its end was looked for behind each of them, a quarter of an hour for these."""
+    for legal in (REWARDFLOW, ASEARCHER):
+        assert PublishedSearch().parse_action("<search>" * 100_000, legal) is None
+
+
 PIECES = ["<search>", "</search>", "<answer>", "</answer>", "<access>", "</access>", "<think>", "</think>"]
 WORDS = ["search", "answer", "bak", "gem", "mayor", "river", "Bakgem", "]", "[", "\n", " ", "<", "ä", "\0", "☃"]
 

@@ -103,8 +103,11 @@ def parse_as_published(reply: str, legal: Sequence[str]) -> str | None:
                 reply = reply[: reply.index(end) + len(end)]
                 break
     for verb in verbs:
-        if match := re.search(rf"<{verb}>(.*?)</{verb}>", reply, re.DOTALL | re.IGNORECASE):
-            action = action_of(verb, match[1])
+        # One pattern for the pair would look for its end behind every `<search>` again: quadratic time.
+        opening = re.search(f"<{verb}>", reply, re.IGNORECASE)
+        closing = opening and re.compile(f"</{verb}>", re.IGNORECASE).search(reply, opening.end())
+        if opening and closing:
+            action = action_of(verb, reply[opening.end() : closing.start()])
             return action if read_action(action, legal) else None
     return None
 
