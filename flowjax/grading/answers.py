@@ -5,6 +5,7 @@ Normalisation and both scores of short answers are those of the SQuAD evaluation
 Several gold answers may be given; the best one counts.
 """
 
+import itertools
 import re
 import string
 from collections import Counter
@@ -29,13 +30,12 @@ def without_thoughts(reply: str) -> str:
 
 def between_tags(text: str, tag: str) -> str | None:
     """Contents of the last pair of tags, in whatever case; the whole text where it has no tag, None where no pair."""
-    # From the end: reasoning that comes first may mention the tags, or weigh other actions in them.
+    # The last: reasoning that comes first may mention the tags, or weigh other actions in them. A stray tag is no pair.
     tags = list(re.finditer(rf"<(/?){tag}>", text, re.IGNORECASE))
-    end = max((each.start() for each in tags if each[1]), default=-1)
-    start = max((each.end() for each in tags if not each[1] and each.start() < end), default=-1)
     if not tags:
         return text
-    return text[start:end] if start >= 0 else None
+    pairs = (text[a.end() : b.start()] for b, a in itertools.pairwise(reversed(tags)) if b[1] and not a[1])
+    return next(pairs, None)
 
 
 def last_boxed(text: str) -> str | None:

@@ -130,6 +130,9 @@ def test_a_view_comes_back_from_another_process_as_it_was(view: Any):
         ("<action>down</action>", "down"),
         ("<think>first <action>up</action>?</think> <ACTION> Open the Box </ACTION>", "open the box"),
         ("<action>up</action> then <action>fly</action>", None),  # only the last pair counts
+        ("<action>up</action></action>", "up"),
+        ("<action>up</action> and so </action> <action>", "up"),
+        ("<action><action>up</action>", "up"),
         ("</action>up<action>", None),
         ("<action>up", None),
         ("up</action>", None),
