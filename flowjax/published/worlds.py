@@ -5,20 +5,22 @@ how replies to compact prompts are read, which no published system has.
 """
 
 import re
+from dataclasses import replace
 from typing import ClassVar
 
-from flowjax.envs import Style, World
+from flowjax.envs import Step, Style, World
 from flowjax.envs.alfworld.world import Alfworld
 from flowjax.envs.code.world import Code, runnable
 from flowjax.envs.search.protocol import parse_as_published
 from flowjax.envs.search.world import Search
 from flowjax.envs.sokoban.rooms import DIRECTIONS
-from flowjax.envs.sokoban.world import Sokoban
+from flowjax.envs.sokoban.world import Sokoban, SokobanEnv
 from flowjax.envs.webshop.world import WebShop
 
 _BLOCK_CHARACTERS = 20  # of the shortest block that the published code world takes for a program
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _SENT_CHARACTERS = 30  # of a reply without tags that the published ALFWorld sends
+_STILL = "still"
 _TAIL_CHARACTERS = 20  # of a reply without tags that the published WebShop runs
 
 
@@ -35,18 +37,28 @@ class _Published(World):
 
 class PublishedSokoban(_Published, Sokoban):
     """Sokoban in RewardFlow: runs the first of up, down, left, right, still that occurs anywhere between the first
-    `<action>` and the first `</action>`, be it inside another word."""
+    `<action>` and the first `</action>`, be it inside another word. Who stays still makes a valid move of no effect."""
 
     Original = Sokoban
 
+    def env(self) -> "_SokobanWithStill":
+        return _SokobanWithStill(self.options)
+
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
         inside = _first_tagged(reply)
-        found = next((name for name in (*DIRECTIONS, "still") if name in inside), None) if inside is not None else None
-        return found if found in legal else None
+        return None if inside is None else next((name for name in (*DIRECTIONS, _STILL) if name in inside), None)
 
     def well_formed(self, reply: str) -> bool:
         """Only beside a `<think>` pair, which RewardFlow looks for as written."""
         return "<think>" in reply and "</think>" in reply
+
+
+class _SokobanWithStill(SokobanEnv):
+    """Sokoban with the published no-op, which prompts do not offer."""
+
+    def step(self, action: str) -> Step:
+        step = super().step(action)
+        return replace(step, valid=True) if action == _STILL and not step.terminal else step
 
 
 class PublishedAlfworld(_Published, Alfworld):

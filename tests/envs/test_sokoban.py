@@ -165,14 +165,24 @@ GOLDEN = [  # reply, then what the published projection makes of it: its action 
     ("<action>RIGHT</action>", 4, False),
     ("<THINK>a</THINK><action>upwards</action>", 1, False),
     ("<think>a</think>up", 0, False),
+    ("<think>a</think><action>stand still</action>", 5, True),
 ]
 
 
 @pytest.mark.parametrize(("reply", "number", "valid"), GOLDEN)
 def test_published_parsing_executes_what_the_published_projection_does(reply: str, number: int, valid: bool):
     action, counts = PublishedSokoban().parse_action(reply, DIRECTIONS) or "", PublishedSokoban().well_formed(reply)
-    assert action == ("", "up", "down", "left", "right")[number]
+    assert action == ("", "up", "down", "left", "right", "still")[number]
     assert (counts and action != "") == valid
+
+
+def test_the_published_no_op_is_valid_and_moves_nothing():
+    env, stock = PublishedSokoban().env(), play_of(CORRIDOR)
+    before = env.reset(Task("t", "sokoban", 0, {"level": CORRIDOR}), 0)
+    step = env.step("still")
+    assert step.valid and not stock.step("still").valid
+    assert (step.observation, step.reward, step.terminal) == (before, -0.1, False)
+    assert not env.step("").valid and env.step("right") == stock.step("right")
 
 
 def test_our_own_parsing_takes_whole_words_and_needs_no_thoughts():
