@@ -172,6 +172,11 @@ class _WorkerProcess(asyncio.Protocol):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    async def gone(self) -> None:
+        """Return once the killed process is no more. Looked at, as a machine in need has no thread that could wait."""
+        while self.process.poll() is None:
+            await asyncio.sleep(0.01)
+
     def hang_up(self) -> None:
         self._hung_up = True
         self._transport.close()
@@ -212,7 +217,7 @@ class EnvPool:
         for worker in self._workers:
             worker.hang_up()
             worker.kill()
-            await asyncio.to_thread(worker.process.wait)
+            await worker.gone()
 
     async def _watch(self) -> None:
         """Kill workers that are past the deadline of what they are doing."""
@@ -229,7 +234,7 @@ class EnvPool:
         while True:
             worker = self._workers[slot]
             await worker.lost.wait()
-            await asyncio.to_thread(worker.process.wait)
+            await worker.gone()
             failed_starts = 0 if worker.started else failed_starts + 1
             if failed_starts >= MAX_LOSSES:
                 self._down.add(slot)

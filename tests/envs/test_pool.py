@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 
@@ -151,6 +152,9 @@ def test_one_refusal_of_each_slot_ends_none(monkeypatch):
             raise BlockingIOError("Resource temporarily unavailable")
         return real(*args, **kwargs)
 
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
     monkeypatch.setattr(pool_module, "START_AGAIN_S", 0.01)
 
     async def episode(pool: EnvPool) -> None:
@@ -158,6 +162,7 @@ def test_one_refusal_of_each_slot_ends_none(monkeypatch):
         while not all(worker.started for worker in before):
             await asyncio.sleep(0.01)
         monkeypatch.setattr(subprocess, "Popen", refused)
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
         for worker in before:
             worker.kill()
         while not all(worker not in before and worker.started for worker in pool._workers):
