@@ -27,7 +27,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
                   held-out success, greedy, three seeds: 0.00 -> 0.77 [0.73, 0.81], 0.78, 0.66
     nano_append   the same, an episode being one growing conversation   (no full run measured)
     qwen3_8b      8 x A100 80 GB, and a retrieval server, without thinking   (not run by us)
-                  python -m flowjax.envs.search.server --corpus=data/nq/corpus.jsonl --port=8000
+                  files and the server's command: docs/worlds/search.md, "Real data"
                   python -m flowjax.launch --config=configs/search.py:qwen3_8b
     qwen3_8b_v5e  the same on one host of 8 TPU chips, v5e: docs/trainer.md   (never run)
     qwen3_0_6b    1 GPU of 16 GB, the same server, without thinking   (never run)

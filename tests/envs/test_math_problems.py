@@ -155,7 +155,7 @@ def test_what_is_wrong_with_a_path_is_said(name: str, tmp_path: Path):
     (tmp_path / "one").mkdir()
     write(tmp_path / "one" / "train.jsonl", [{"question": "a", "answer": "1"}])
     said = {
-        "nothing.jsonl": "does not exist: .*data.math.build",
+        "nothing.jsonl": "does not exist: .*hf download .*data.math.build.*--config.env.options.path",
         "notes.txt": "data.math.build",
         "broken.jsonl": "cannot be read",
         "list.jsonl": "no object with fields",

@@ -194,8 +194,10 @@ def read(path: Path) -> list[MathProblem]:
     if path.suffix not in SUFFIXES or not path.is_file():
         found = f"is no {', '.join(SUFFIXES)} file" if path.exists() else "does not exist"
         raise NotReady(
-            f"env.options path={str(path)!r} {found}: download GSM8K, MATH, DeepScaleR, DAPO "
-            "or AIME from Hugging Face, or make a small file with python -m data.math.build --out=FOLDER"
+            f"env.options path={str(path)!r} {found}: fetch data/deepscaler.json with hf download "
+            "agentica-org/DeepScaleR-Preview-Dataset deepscaler.json --repo-type dataset --local-dir data, or make a "
+            "small set with python -m data.math.build --out=FOLDER, and name file or folder by "
+            "--config.env.options.path (docs/worlds/math.md has other formats)"
         )
     problems = []
     for number, row in enumerate(_rows(path), 1):
