@@ -148,7 +148,8 @@ def check_difference(joined: ConfigDict, config: ConfigDict) -> None:
         if not _OF_HARDWARE.fullmatch(field):
             raise ConfigError(
                 f"config.{field} is {now!r}, but the run has {before!r}: a node may differ in engine, env.workers, "
-                "rollout.max_concurrent_episodes, rollout.min_concurrent_episodes, max_restarts and model.path only"
+                "rollout.max_concurrent_episodes, rollout.min_concurrent_episodes, max_restarts, model.path, name and "
+                "runs only; have the world's data at the run's path here"
             )
 
 

@@ -133,6 +133,8 @@ def test_a_node_differs_in_its_hardware_alone(config, tmp_path, monkeypatch):
     assert request.run.folder == Path(config.runs) / "node"
     with pytest.raises(ConfigError, match=r"config\.rollout\.temperature is 0\.5, but the run has 1\.0: a node may"):
         read_request([*argv, "--config.rollout.temperature=0.5"])
+    with pytest.raises(ConfigError, match=r"config\.env\.options\.path is .*name and runs only; have the world's data"):
+        read_request([*argv, "--config.env.options.path=here"])
 
 
 def test_a_node_may_place_the_models_of_its_bases_and_nothing_else_of_them(config):
