@@ -94,7 +94,9 @@ def check_loss_options(kind: str, options: Mapping[str, Any]) -> None:
     """
     field, kinds = "config.loss.options", typing.get_args(Kind)
     if kind not in kinds:
-        raise LossError(f"config.loss.kind is {kind!r}{nearest(kind, kinds)}; it is one of {', '.join(kinds)}")
+        no_path = "; a path is not taken here: your own goes into flowjax/losses/policy.py, see docs/losses.md"
+        known = f"it is one of {', '.join(kinds)}{no_path if ':' in kind else ''}"
+        raise LossError(f"config.loss.kind is {kind!r}{nearest(kind, kinds)}; {known}")
     for option in options:
         if option in _ONLY_OF and kind not in _ONLY_OF[option]:
             raise LossError(

@@ -51,6 +51,7 @@ def test_a_reward_may_read_what_the_workflow_adds_to_the_worlds_outcomes():
         ),
         ("credit", {"name": "grpoo"}, "grpoo"),
         ("loss", {"kind": "ppoo"}, "ppoo"),
+        ("loss", {"kind": "mine:my_loss"}, "a path is not taken here"),
     ],
 )
 def test_what_one_policy_has_of_its_own_is_checked_under_its_name(section, value, message):
