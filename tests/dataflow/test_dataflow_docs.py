@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import inspect
+import json
 import random
 import re
 import textwrap
@@ -69,7 +70,7 @@ def test_the_examples_of_a_rollout_service_and_a_trainer_finish_a_run(tmp_path):
     """As they stand on the page, over HTTP; what they leave to the reader is a coin and a counter."""
     config = configuration(max_staleness=1)
     config.trainer.steps = STEPS
-    flow, made, trained = make_flow(tmp_path, config), [0], []
+    flow, trained = make_flow(tmp_path, config), []
     service, trainer = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
     def sample(task: Any, version: int, temperature: float) -> tuple[list[int], list[int], list[float], bool]:
@@ -78,15 +79,22 @@ def test_the_examples_of_a_rollout_service_and_a_trainer_finish_a_run(tmp_path):
 
     def train(rows: list[Any], version: int) -> None:
         trained.append(len(rows))
-        made.append(version)
+        publish(version)
+
+    def publish(version: int) -> None:
+        (tmp_path / "mine" / "checkpoints" / "agent" / str(version)).mkdir(parents=True)
 
     async def main() -> None:
         server = TestServer(Server(flow).application())
         async with server:
             url = str(server.make_url("")).rstrip("/")
-            names = {"URL": url, "sample": sample, "newest": lambda: made[-1], "train": train}
+            publish(0)
+            (tmp_path / "mine" / "checkpoints" / "agent" / "1.orbax-checkpoint-tmp").mkdir()
+            (tmp_path / "mine" / "endpoints.json").write_text(json.dumps({"dataflow": url}))
+            names = {"sample": sample, "train": train}
             exec(service, names)
             exec(trainer, names)
+            names["RUN"] = tmp_path / "mine"
             await asyncio.gather(asyncio.to_thread(names["serve"]), asyncio.to_thread(names["run"], STEPS))
 
     asyncio.run(asyncio.wait_for(main(), 60))
