@@ -229,7 +229,9 @@ FIELDS = Section(
         tensor_parallel=Entry(1, "accelerators of one engine", at_least=1, at_most=1024),
         max_model_tokens=Entry(2048, "longest prompt with its reply"),
         max_concurrent_sequences=Entry(256, "replies that one engine samples at once", at_least=1, at_most=10**6),
-        kv_cache_bytes=Entry(0, "CPU: bytes of key-value cache; 0 leaves it to vLLM"),
+        kv_cache_bytes=Entry(
+            0, "bytes of each device's key-value cache; 0 leaves it to vLLM, on GPUs by gpu_memory_fraction"
+        ),
         gpu_memory_fraction=Entry(
             0.85, "of each accelerator's memory, for weights and key-value cache", above=0, at_most=1
         ),

@@ -350,15 +350,19 @@ def render(run: Run, machine: str) -> RenderableType:
         "Seconds are estimates from data sheets, with prompts and replies half as long as they may be. Never measured."
     )
     title = Text(f"{run.config.name} on {count} x {kind} ({GPUS[kind].memory_gib:g} GiB)", "bold")
-    return Group(title, table, Text(note), Text(command))
+    given = planner.policy.base.engine.kv_cache_bytes
+    held = f"An engine's cache is held to {given / GIB:g} GiB by config.engine.kv_cache_bytes: raise it for more"
+    return Group(title, table, *([Text(held)] if given and best[0].layout.replicas else []), Text(note), Text(command))
 
 
 def _differing(found: Sequence[Estimate]) -> list[Estimate]:
-    """The best of each split between trainer and engines; four at the most."""
+    """The best of each split between trainer and engines; four at the most. Shares of a GPU that leave an
+    engine the same cache, since config.engine.kv_cache_bytes holds it, differ in nothing.
+    """
     best: dict[tuple[float, ...], Estimate] = {}
     for each in found:
         layout = each.layout
-        best.setdefault((layout.trainer_gpus, layout.tensor_parallel, layout.gpu_memory_fraction), each)
+        best.setdefault((layout.trainer_gpus, layout.tensor_parallel, each.cached_tokens), each)
     return list(best.values())[:_SHOWN]
 
 

@@ -96,6 +96,17 @@ def test_the_command_prints_layouts_and_flags(capsys):
     assert "recipe" in said and "to take 1: --config.mesh." in said and "Never measured" in said
 
 
+@pytest.mark.parametrize(("gib", "layouts"), [(3, 1), (0, 3)])
+def test_layouts_whose_cache_is_held_alike_are_one(gib: int, layouts: int, capsys, monkeypatch):
+    """Three were proposed that differed in a share of the memory which nothing then read."""
+    monkeypatch.setenv("COLUMNS", "200")
+    flags = [f"--config.engine.kv_cache_bytes={gib * GIB}", "--plan=1xRTX4090"]
+    assert main([f"--config={ROOT / 'configs/math.py'}:qwen3_0_6b", *flags]) == 0
+    said = capsys.readouterr().out
+    assert sum(line[:1].isdigit() and "of its memory" in line for line in said.splitlines()) == layouts
+    assert ("held to 3 GiB by config.engine.kv_cache_bytes" in said) == bool(gib)
+
+
 @pytest.mark.parametrize(
     ("recipe", "machine", "flags", "said"),
     [
