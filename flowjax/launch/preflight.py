@@ -36,7 +36,7 @@ from flowjax.monitor.sinks import check_sinks
 from flowjax.monitor.token import is_loopback
 from flowjax.run import Base, Engine, Run
 
-_PROBE_TIMEOUT_S = 120.0
+_PROBE_TIMEOUT_S = 600.0  # it takes seconds; a busy machine must not pass for a fault of the config
 
 
 @dataclass
@@ -195,13 +195,17 @@ def _start_probe(run: Run, devices: Devices, checkpoints: Path | None) -> subpro
 
 
 def _finish_probe(process: subprocess.Popen[str]) -> tuple[list[str], list[str], dict[str, Any]]:
-    errors = f"no answer within {_PROBE_TIMEOUT_S:.0f} s"
+    errors = ""
     try:
         output, errors = process.communicate(timeout=_PROBE_TIMEOUT_S)
         answer = json.loads(output)
-    except (subprocess.TimeoutExpired, ValueError):
+    except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        process.communicate()
+        waited = f"the modules that the config names were not examined within {_PROBE_TIMEOUT_S:.0f} s"
+        busy = "the machine is busy, or a module waits for something when it is imported: try again"
+        return [], [f"{waited}: {busy}"], {}
+    except ValueError:
         reason = "\n    ".join(errors.strip().splitlines()[-5:])
         return [f"the modules that the config names could not be examined: {reason}"], [], {}
     return answer["problems"], answer["here"], answer["plan"]
@@ -232,7 +236,7 @@ def render_plan(
     parts.append(Text("roles", "bold"))
     for base in to_fetch(run):
         path = run.bases[base].model.path
-        parts.append(Text(f"  first: {path}, a folder which does not exist here, is fetched from Hugging Face"))
+        parts.append(Text(f"  first: {path} is fetched from Hugging Face (there is no folder of that name)"))
     for base in missing_bases(run):
         parts.append(Text(f"  first: warm start of a nano base model into {run.bases[base].model.path}"))
     for role in int8_roles(run):
@@ -277,7 +281,8 @@ def batch_lines(config: ConfigDict) -> list[tuple[str, str]]:
 def device_lines(run: Run, devices: Devices, found: Findings) -> list[tuple[str, str]]:
     """Devices of the trainer, of each base model's engines and of the other roles."""
     mesh = found.plan.get("mesh")
-    shape = " x ".join(f"{name} {size}" for name, size in mesh.items()) if mesh else "does not fit"
+    unknown = "does not fit" if found.plan else "not examined"
+    shape = " x ".join(f"{name} {size}" for name, size in mesh.items()) if mesh else unknown
     here = len(visible_accelerators()) or "none"
     note = f"  (assumed: {here} here; --devices=N plans for N)" if devices.assumed else ""
     if devices.shared:

@@ -44,7 +44,7 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform:
     `checkpoints` is the folder that a resumed run goes on from, with one of each policy; `platform` what its trainer
     computes on.
     """
-    plan: dict[str, Any] = {}
+    plan: dict[str, Any] = {"bases": {}}
     here: list[str] = []
     problems = [
         text
@@ -302,7 +302,7 @@ def _bases(run: Run, device_count: int, platform: str, plan: dict[str, Any]) -> 
     from flowjax.models.sharding import resolve_mesh
 
     mesh = resolve_mesh(run.config.mesh.to_dict(), device_count) if run.trains else None
-    parts = plan["bases"] = {}
+    parts = plan["bases"]
     for name, base in run.bases.items():
         part = parts[name] = {}
         said = _messages(_served, run, base, part)

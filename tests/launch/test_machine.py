@@ -119,7 +119,7 @@ def test_engine_interpreter_without_vllm_is_named(config, tmp_path):
     config.engine.python = str(bare)
     (message,) = machine.check_engine(resolve(config).bases["base"])
     assert message.startswith(f"config.engine.python is '{bare}'")
-    assert "has no vLLM" in message
+    assert "has no vLLM: pip install 'vllm>=0.24' there" in message
     config.engine.python = "/no/such/python"
     assert "not an executable" in machine.check_engine(resolve(config).bases["base"])[0]
     config.engine.python = str(bare)

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from configs import canvas, code, sokoban
 from configs.math_pair import get_config
 from flowjax import rewards
+from flowjax.launch import preflight
+from flowjax.launch.devices import Devices
 from flowjax.launch.probe import inspect_run
 from flowjax.models.config import hf_config, known_shape
 from flowjax.models.nano import build_tokenizer, nano_config
@@ -357,3 +360,24 @@ def test_bad_options_of_the_world_are_not_blamed_on_the_lessons(tmp_path: Path):
     config.model.path, config.env.options.rows = str(tmp_path / "absent"), 3
     found = inspect_run(resolve(config), 1, None)["problems"]
     assert any("env.options" in text for text in found) and not any("env_options" in text for text in found), found
+
+
+def test_a_probe_that_does_not_answer_in_time_is_no_fault_of_the_config(monkeypatch):
+    """A busy machine was said to have a config that cannot run, and a mesh that does not fit."""
+    monkeypatch.setattr(preflight, "_PROBE_TIMEOUT_S", 0.0)
+    pipes: dict = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    waits = subprocess.Popen([sys.executable, "-c", "input()"], text=True, **pipes)
+    problems, here, plan = preflight._finish_probe(waits)
+    assert problems == [] and plan == {} and waits.poll() is not None
+    assert re.search("not examined within 0 s: the machine is busy, or .*: try again", here[0])
+    run = resolve(get_config("nano"))
+    found = preflight.Findings(problems, here, plan)
+    assert "mesh not examined" in preflight.device_lines(run, Devices(), found)[0][1]
+
+
+def test_a_mesh_that_does_not_fit_is_said_to_be_that():
+    config = get_config("nano")
+    config.model.path, config.mesh.fsdp = "", 3
+    found = inspect_run(resolve(config), 2, None)
+    shown = preflight.Findings(found["problems"], found["here"], found["plan"])
+    assert "mesh does not fit" in preflight.device_lines(resolve(config), Devices(), shown)[0][1]
