@@ -49,7 +49,9 @@ class Leases:
     batch lacks is opened at once, divided by the share that is kept, not one round after the other (the adaptive batch
     of GRESO, arXiv 2506.02177). Where all are kept, n count as n. Groups too old for the next batch are not usable.
 
-    No policy waits for another: the groups that a slower one has no use for in time are dropped for it alone. A worker
+    No policy waits for another: the groups that a slower one has no use for in time are dropped for it alone. But where
+    all are within a batch of each other, a group is opened when all have room, or when one lacks a whole batch: opened
+    for one alone it would be too old at the others' turn, and as many again would be opened for these. A worker
     that serves a version more than `max_staleness` behind the newest plays evaluations only, until it has caught up;
     one that is behind at all is given nothing that was opened for a newer version. One that is much slower than another
     leaves training to it as long as that one has room.
@@ -114,7 +116,8 @@ class Leases:
         run admit it for some policy."""
         config = self._config
         learning = [policy for policy in self._policies.values() if policy.learns]
-        if not any(self._admits(policy, serving[policy.name]) for policy in learning):
+        admitting = [policy for policy in learning if self._admits(policy, serving[policy.name])]
+        if not admitting or (len(admitting) < len(learning) and self._can_wait(admitting, learning)):
             return False
         position, task, forced = self._choose()
         self._algorithms.chosen(task, position)
@@ -159,8 +162,23 @@ class Leases:
             admitted = max(admitted, groups - self._count_replayed(policy.name, made, groups))
         if dataflow.max_ready_groups:
             admitted = min(admitted, policy.most_ready)
-        ready, under_way = self._ledger.unused(policy.name, made - dataflow.max_staleness)
-        return ready + self._kept_of(policy.name, under_way) < admitted
+        return self._usable(policy, made) < admitted
+
+    def _can_wait(self, admitting: Sequence[PolicyStatus], learning: Sequence[PolicyStatus]) -> bool:
+        """True where all policies are within a batch of each other, and those that have room have a whole batch."""
+        made = {policy.name: self._ledger.batches(policy.name) for policy in learning}
+        if max(made.values()) - min(made.values()) > 1:
+            return False
+        share = self._algorithms.fresh_share
+        return all(
+            self._usable(policy, made[policy.name]) >= fresh_groups(policy.settings.trainer.groups_per_step, share)
+            for policy in admitting
+        )
+
+    def _usable(self, policy: PolicyStatus, made: int) -> float:
+        """Groups for batch `made` of a policy and those after it: see the class."""
+        ready, under_way = self._ledger.unused(policy.name, made - self._config.dataflow.max_staleness)
+        return ready + self._kept_of(policy.name, under_way)
 
     def _count_replayed(self, policy: str, step: int, groups: int) -> int:
         """Groups of batch `step` that would be ones which were trained on before."""

@@ -12,6 +12,7 @@ machine.
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,8 @@ class FarRun:
         for process in (self.run, *self.nodes.values()):
             process.process.kill()  # its guards end the roles
             process.process.wait()
+        if not any(exc_info):  # else there is something to read in it
+            shutil.rmtree(self._apart, ignore_errors=True)
 
     def join(self, name: str) -> None:
         """Have a node invited and start it, with nothing of the run's folder or base model."""

@@ -15,12 +15,14 @@ from tests.dataflow import flows
 GROUPS, MEMBERS, STEPS = 2, 2, 6
 
 
-def make_flow(folder: Path, eval_every_steps: int = 0, **dataflow) -> Flow:
+def make_flow(folder: Path, eval_every_steps: int = 0, *, alike: bool = False, **dataflow) -> Flow:
+    """`alike`: both policies have the same number of steps and groups."""
     config = default_config()
     config.eval.every_steps = eval_every_steps
     config.rollout.group_size = MEMBERS
     config.trainer.update({"steps": STEPS, "groups_per_step": GROUPS})
-    config.policies = {"solver": {}, "verifier": {"trainer": {"groups_per_step": 2 * GROUPS, "steps": 3}}}
+    other = {} if alike else {"trainer": {"groups_per_step": 2 * GROUPS, "steps": 3}}
+    config.policies = {"solver": {}, "verifier": other}
     config.eval.tasks = 3
     config.reward.components = {"success": 1.0}
     config.dataflow.update({"max_staleness": 1, **dataflow})
@@ -28,23 +30,23 @@ def make_flow(folder: Path, eval_every_steps: int = 0, **dataflow) -> Flow:
     return Flow(resolve(config, folder), train_tasks=tasks, held_out_tasks=tasks)
 
 
-def episode(lease: Lease, versions: dict[str, int]) -> Episode:
-    """The solver is right in odd episodes; the verifier speaks only then."""
+def episode(lease: Lease, versions: dict[str, int], *, both: bool = False) -> Episode:
+    """The solver is right in odd episodes; the verifier speaks only then, or always."""
     ids, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
     names = lease.episode_id, lease.group_id, lease.task.task_id, lease.seed
     right = float(lease.seed % 2)
     parts = []
     for policy, version in versions.items():
         turn = Turn(policy, version, ids, ids, logprobs, "stop", 1, 2, 0.0, True, True)
-        if policy == "solver" or right:
+        if policy == "solver" or right or both:
             parts.append(Trajectory(f"{names[0]}/{policy}", *names[1:], [turn], {"success": right}, policy=policy))
     return Episode(*names, parts, {"success": right})
 
 
-def play(flow: Flow, versions: dict[str, int]) -> int:
+def play(flow: Flow, versions: dict[str, int], *, both: bool = False) -> int:
     leases = flows.lease(flow, "w", 1000)
     for lease in leases:
-        flows.accept(flow, lease.lease_id, episode(lease, {**versions, **lease.versions}))
+        flows.accept(flow, lease.lease_id, episode(lease, {**versions, **lease.versions}, both=both))
     return sum(lease.kind == "train" for lease in leases)
 
 
@@ -79,6 +81,25 @@ def test_a_policy_goes_on_while_another_stands_still(tmp_path):
     assert served is not None and dropped == 0
     assert {row.policy for row in served.rows} == {"verifier"}
     assert len(served.rows) == 2 * GROUPS * MEMBERS // 2, "one verdict in two episodes"
+
+
+def test_policies_that_take_turns_have_their_groups_in_common(tmp_path):
+    """Each new version of one had as many groups opened as a step takes, which were too old at the other's turn."""
+    flow = make_flow(tmp_path, alike=True)
+    versions = {"solver": 0, "verifier": 0}
+    for policy in versions:
+        serve(flow, policy, 0)
+    play(flow, versions, both=True)
+    for step in range(STEPS):
+        for policy in versions:
+            assert flows.credited(flow, policy, step), "nobody waits"
+            play(flow, versions, both=True)
+            serve(flow, policy, step + 1)
+            versions[policy] = step + 1
+            play(flow, versions, both=True)
+    assert flow.ledger.count_groups() == GROUPS * STEPS
+    assert [flow.ledger.count_dropped(policy) for policy in versions] == [0, 0]
+    flow.close()
 
 
 def test_groups_are_compared_within_a_policy(tmp_path):
