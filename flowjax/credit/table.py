@@ -265,6 +265,11 @@ EPSILON = 1e-6
 ROUNDING = 2e-6  # share of the largest by which equal scores may differ: 0.1 * 21 + 1 is not 0.1 * 1 + 3 in float32
 
 
+def are_equal(scores: Float[np.ndarray, "scores"]) -> bool:
+    """True of scores, one or more, that differ by rounding alone, as `segment_statistics` takes them."""
+    return bool(np.ptp(scores) <= ROUNDING * np.abs(scores).max())
+
+
 def segment_total(
     values: Float[Array, "rows"], segment: Int[Array, "rows"], segments: int | None = None
 ) -> Float[Array, "rows"]:

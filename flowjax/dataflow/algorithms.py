@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
+from flowjax.credit.table import are_equal
 from flowjax.fields import declared_types, load_named, option_problems
 from flowjax.records import Group, Task, pack, state_key, unpack
 from flowjax.rewards import trajectory_scores
@@ -57,7 +58,7 @@ class Result:
     @property
     def informative(self) -> bool:
         """True where the rewards differ by more than their rounding."""
-        return not np.allclose(self.rewards, self.rewards[0])
+        return not are_equal(self.rewards)
 
     def share_above(self, reward: float) -> float:
         """Share of the trajectories with more than that reward."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from flowjax.broker import Superseded
 from flowjax.credit.estimators import credit_parts, estimate
-from flowjax.credit.table import ROUNDING, build_table
+from flowjax.credit.table import are_equal, build_table
 from flowjax.dataflow.algorithms import AlgorithmError, Candidate, Chain, Result
 from flowjax.dataflow.ledger import Ledger, PolicyGroup, Selection
 from flowjax.dataflow.policies import PolicyStatus
@@ -92,7 +92,7 @@ def credit_batch(
 def _without_signal(groups: Sequence[Group], scores: np.ndarray) -> int:
     """Groups whose rewards are all equal: estimators that compare the members of a group learn nothing from them."""
     ends = np.cumsum([len(group.trajectories) for group in groups])
-    return sum(bool(np.ptp(part) <= ROUNDING * np.abs(part).max()) for part in np.split(scores, ends[:-1]) if len(part))
+    return sum(are_equal(part) for part in np.split(scores, ends[:-1]) if len(part))
 
 
 def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray) -> list[TokenRow]:

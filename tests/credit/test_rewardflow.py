@@ -1,4 +1,4 @@
-"""Credit from state values: the policy's own values, solved independently, and that doing nothing never pays."""
+"""Credit from state values: the policy's own values, solved independently, and when doing nothing pays nothing."""
 
 import numpy as np
 import pytest
