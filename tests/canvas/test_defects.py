@@ -11,7 +11,7 @@ TESTS = Path(__file__).parents[1]
 LEARNING = {
     "no ratio, no clip": "losses/test_policy_loss.py: test_value_and_gradient, test_clip_regions",
     "no KL to the base": "trainer/test_update.py: test_the_base_is_the_reference_policy",
-    "no entropy": "trainer/test_update.py: test_the_entropy_term_is_the_gradient_of_a_full_softmax_entropy",
+    "no entropy": "trainer/test_update.py: test_what_a_term_adds_to_the_gradient_is_that_of_its_formula",
     "averages over a trajectory are cut and spliced": (
         "losses/test_policy_loss.py: test_a_trajectory_counts_once_however_its_tokens_are_spread; "
         "dataflow/test_rows.py: test_rows_know_how_many_tokens_their_trajectory_has"

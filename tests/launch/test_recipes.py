@@ -60,7 +60,7 @@ def test_every_recipe_can_be_planned_without_model_and_data(variant: str, elsewh
     plan = console.export_text()
     assert "cannot run" not in plan and "parameters" in plan and "trainer memory per device" in plan
     if run.config.model.nano is None:
-        assert "which does not exist" in plan
+        assert f"first: {run.config.model.path} is fetched from Hugging Face" in plan
         each = 4 if "_8b" in variant else 1
         engines = max(each, len(run.bases))
         assert (len(devices.trainer), len(devices.engine)) == (each, engines), "its docstring promises as many"
