@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -167,9 +168,8 @@ def test_short_replies_do_not_make_an_engine_slow():
 
 def test_calls_of_a_group_meet_at_one_engine(pair):
     async def ask(pool):
-        for turn in range(4):
-            calls = [pool.generate(MODEL, [group, turn], SAMPLING, group=str(group)) for group in range(20)]
-            await asyncio.gather(*calls)
+        for turn, group in itertools.product(range(4), range(20)):  # one by one: there is always room
+            await pool.generate(MODEL, [group, turn], SAMPLING, group=str(group))
 
     run(ask, *pair)
     first, second = (set(engine.asked) for engine in pair)
@@ -181,8 +181,8 @@ def test_without_a_group_the_beginning_of_the_prompt_decides(pair):
     prefixes = [[number] * engines_module._PREFIX_TOKENS for number in range(20)]
 
     async def ask(pool):
-        for turn in range(3):
-            await asyncio.gather(*(pool.generate(MODEL, [*prefix, turn], SAMPLING) for prefix in prefixes))
+        for turn, prefix in itertools.product(range(3), prefixes):
+            await pool.generate(MODEL, [*prefix, turn], SAMPLING)
 
     run(ask, *pair)
     first, second = (set(engine.asked) for engine in pair)
