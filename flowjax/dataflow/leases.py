@@ -51,10 +51,12 @@ class Leases:
 
     No policy waits for another: the groups that a slower one has no use for in time are dropped for it alone. But where
     all are within a batch of each other, a group is opened when all have room, or when one lacks a whole batch: opened
-    for one alone it would be too old at the others' turn, and as many again would be opened for these. A worker
-    that serves a version more than `max_staleness` behind the newest plays evaluations only, until it has caught up;
-    one that is behind at all is given nothing that was opened for a newer version. One that is much slower than another
-    leaves training to it as long as that one has room.
+    for one alone it would be too old at the others' turn, and as many again would be opened for these. Where one
+    trainer has them all, in turns, what will be opened at the others' turn counts as there until it waits.
+
+    A worker that serves a version more than `max_staleness` behind the newest plays evaluations only, until it has
+    caught up; one that is behind at all is given nothing that was opened for a newer version. One that is much slower
+    than another leaves training to it as long as that one has room.
     """
 
     def __init__(
@@ -165,13 +167,21 @@ class Leases:
         return self._usable(policy, made) < admitted
 
     def _can_wait(self, admitting: Sequence[PolicyStatus], learning: Sequence[PolicyStatus]) -> bool:
-        """True where all policies are within a batch of each other, and those that have room have a whole batch."""
+        """True where all policies are within a batch of each other, and those that have room have a whole batch, with
+        what will be opened for all at the others' turn."""
         made = {policy.name: self._ledger.batches(policy.name) for policy in learning}
         if max(made.values()) - min(made.values()) > 1:
             return False
         share = self._algorithms.fresh_share
+        needed = {policy.name: fresh_groups(policy.settings.trainer.groups_per_step, share) for policy in learning}
+        # Groups that will be opened for all, at the least, at the others' turn; none where one of them has no more.
+        to_come = 0
+        if not self._config.separate_trainers:
+            others = [policy for policy in learning if policy not in admitting]
+            has_turn = all(made[other.name] < other.settings.trainer.steps for other in others)
+            to_come = min(needed[other.name] for other in others) if has_turn else 0
         return all(
-            self._usable(policy, made[policy.name]) >= fresh_groups(policy.settings.trainer.groups_per_step, share)
+            self._usable(policy, made[policy.name]) + (0 if policy.is_waiting else to_come) >= needed[policy.name]
             for policy in admitting
         )
 

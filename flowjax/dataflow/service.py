@@ -368,8 +368,9 @@ class DataflowService:
             except TimeoutError:
                 if pause_s == left_s:
                     break
-                continue
-            await asyncio.sleep(_LATEST_S)  # changes come in bursts: one look for all of them
+            else:
+                await asyncio.sleep(_LATEST_S)  # changes come in bursts: one look for all of them
+            batch = self._take(steps, epoch)
         if batch is None:
             return {"state": "wait"}
         self._notify()  # groups that are used or dropped make room for others

@@ -19,7 +19,7 @@ async def steps_made(*, together: bool, seconds: float) -> tuple[int, int]:
     config = default_config()
     config.env.name = "flowjax.envs.sokoban:Sokoban"
     config.env.options = ConfigDict({"rows": 5, "columns": 5, "boxes": 1})
-    config.policies = ConfigDict({"fast": {}, "slow": {}})
+    config.policies, config.separate_trainers = ConfigDict({"fast": {}, "slow": {}}), True
     config.agents = ConfigDict({"fast": "fast", "slow": "slow"})
     config.rollout.group_size, config.trainer.groups_per_step, config.trainer.steps = 4, 4, 100_000
     config.reward.components = ConfigDict({"success": 1.0})

@@ -3,13 +3,15 @@
     python -m tests.benchmarks.dataflow_services [--seeds=2,3,4] [--steps=30]
 
 Prints a table: pools of services by the trainer's pace, the mean share of groups too old over the seeds with the
-greatest of them, and seconds a step. No engine and no process: see tests/dataflow/services.py.
+greatest of them, and seconds a step. With several policies, which one trainer trains in turns, a step is one of each.
+No engine and no process: see tests/dataflow/services.py.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.dataflow.services import Service, Simulation
@@ -35,12 +37,19 @@ POOLS: dict[str, Callable[[], list[Service]]] = {  # made anew for each run, whi
 }
 
 
-def measure(pool: Callable[[], list[Service]], step_s: float, *, steps: int, seeds: list[int]) -> str:
+POLICIES = {"": ("agent",), ", two policies": ("a", "b"), ", three policies": ("a", "b", "c")}
+
+
+def measure(
+    pool: Callable[[], list[Service]], policies: Sequence[str], step_s: float, *, steps: int, seeds: list[int]
+) -> str:
     """A cell of the table."""
     found = []
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
-            found.append(Simulation(Path(folder), pool(), step_s=step_s, steps=steps, seed=seed).run())
+            each_s = step_s / len(policies)
+            run = Simulation(Path(folder), pool(), step_s=each_s, steps=steps, seed=seed, policies=policies)
+            found.append(run.run())
     shares = [figures.too_old_share for figures in found]
     per_step_s = statistics.mean(figures.total_s for figures in found) / steps
     return f"{statistics.mean(shares):.1%} ({max(shares):.1%}), {per_step_s:.2f}"
@@ -54,9 +63,11 @@ def main() -> None:
     seeds = [int(seed) for seed in options.seeds.split(",")]
     print(f"| services | {' | '.join(f'steps of {step_s} s' for step_s in STEP_S)} |")
     print("|---|" + "---|" * len(STEP_S))
-    for name, pool in POOLS.items():
-        cells = [measure(pool, step_s, steps=options.steps, seeds=seeds) for step_s in STEP_S]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    for (name, pool), (kind, policies) in itertools.product(POOLS.items(), POLICIES.items()):
+        if len(policies) > 1 and name != "1":
+            continue
+        cells = [measure(pool, policies, step_s, steps=options.steps, seeds=seeds) for step_s in STEP_S]
+        print(f"| {name}{kind} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

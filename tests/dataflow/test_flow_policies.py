@@ -4,6 +4,7 @@ from pathlib import Path
 
 import grain
 import numpy as np
+import pytest
 
 from flowjax.config import default_config
 from flowjax.dataflow.flow import Flow
@@ -83,22 +84,49 @@ def test_a_policy_goes_on_while_another_stands_still(tmp_path):
     assert len(served.rows) == 2 * GROUPS * MEMBERS // 2, "one verdict in two episodes"
 
 
-def test_policies_that_take_turns_have_their_groups_in_common(tmp_path):
+@pytest.mark.parametrize("max_staleness", [1, 2])
+@pytest.mark.parametrize("ahead", [False, True], ids=["fetched in time", "fetched ahead"])
+def test_policies_that_take_turns_have_their_groups_in_common(tmp_path, ahead, max_staleness):
     """Each new version of one had as many groups opened as a step takes, which were too old at the other's turn."""
+    flow = make_flow(tmp_path, alike=True, max_staleness=max_staleness)
+    versions = {"solver": 0, "verifier": 0}
+    for policy in versions:
+        serve(flow, policy, 0)
+    play(flow, versions, both=True)
+    turns = [(policy, step) for step in range(STEPS) for policy in versions]
+    fetched = 0
+    for trained, (policy, step) in enumerate(turns):
+        while fetched <= min(trained + ahead, len(turns) - 1):
+            assert flows.credited(flow, *turns[fetched]), "nobody waits"
+            fetched += 1
+        play(flow, versions, both=True)
+        serve(flow, policy, step + 1)
+        versions[policy] = step + 1
+        play(flow, versions, both=True)
+    assert flow.ledger.count_groups() == GROUPS * STEPS
+    assert [flow.ledger.count_dropped(policy) for policy in versions] == [0, 0]
+    flow.close()
+
+
+def test_a_policy_whose_trainer_waits_has_groups_of_its_own(tmp_path):
+    """The other one's turn may not come: it may have a trainer of its own, or be restarted."""
     flow = make_flow(tmp_path, alike=True)
     versions = {"solver": 0, "verifier": 0}
     for policy in versions:
         serve(flow, policy, 0)
     play(flow, versions, both=True)
-    for step in range(STEPS):
-        for policy in versions:
-            assert flows.credited(flow, policy, step), "nobody waits"
-            play(flow, versions, both=True)
-            serve(flow, policy, step + 1)
-            versions[policy] = step + 1
-            play(flow, versions, both=True)
-    assert flow.ledger.count_groups() == GROUPS * STEPS
-    assert [flow.ledger.count_dropped(policy) for policy in versions] == [0, 0]
+    for policy in versions:
+        assert flows.credited(flow, policy, 0)
+    play(flow, versions, both=True)
+    versions["solver"] = 1
+    serve(flow, "solver", 1)
+    assert flows.credited(flow, "solver", 1)
+    assert play(flow, versions, both=True) == 0, "the verifier's turn comes first"
+    assert flows.credited(flow, "solver", 2) is None
+    assert play(flow, versions, both=True) == GROUPS * MEMBERS
+    versions["solver"] = 2
+    serve(flow, "solver", 2)
+    assert flows.credited(flow, "solver", 2)
     flow.close()
 
 

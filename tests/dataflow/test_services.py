@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,7 @@ def simulate(folder: Path, services: Sequence[Service], *, step_s: float, steps:
         (of_seed := folder / f"{len(services)} {step_s} {seed}").mkdir()
         fresh = [Service(one.name, one.slots, one.turn_s, one.lag_s, one.joins_s) for one in services]
         found.append(Simulation(of_seed, fresh, step_s=step_s, steps=steps, seed=seed).run())
-    sums = (sum(getattr(one, name) for one in found) for name in ("trained", "too_old", "total_s", "waited_s"))
-    figures = Figures(*sums)
+    figures = Figures(*(sum(getattr(one, each.name) for one in found) for each in fields(Figures)))
     print(
         f"{len(services)} services, steps of {step_s} s: {figures.too_old_share:.1%} too old, the trainer waits "
         f"{figures.waited_share:.0%}, {figures.total_s / steps / len(SEEDS):.2f} s a step"
@@ -63,6 +63,18 @@ def test_services_that_differ_make_nothing_more_either(tmp_path, name, step_s):
     found = simulate(tmp_path / "pool", MIXED[name], step_s=step_s)
     assert found.too_old_share < MOST_TOO_OLD
     assert found.total_s <= 1.02 * alone.total_s, "the trainer waits no longer than with the first alone"
+
+
+@pytest.mark.parametrize("step_s", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("policies", [("solver", "verifier"), ("a", "b", "c")], ids=["two", "three"])
+def test_policies_in_turns_play_and_take_no_more_than_one_alone(tmp_path, policies, step_s):
+    """As long as all their steps together take as long as its."""
+    (tmp_path / "alone").mkdir()
+    alone = Simulation(tmp_path / "alone", equal(1), step_s=step_s, steps=STEPS, seed=0).run()
+    found = Simulation(tmp_path, equal(1), step_s=step_s / len(policies), steps=STEPS, seed=0, policies=policies).run()
+    assert found.too_old_share < MOST_TOO_OLD
+    assert found.opened <= 1.02 * alone.opened
+    assert found.total_s <= 1.05 * alone.total_s
 
 
 @pytest.mark.parametrize("step_s", [0.5, 1.5], ids=["pool-bound", "trainer-bound"])
