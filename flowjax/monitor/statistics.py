@@ -34,14 +34,19 @@ def task_interval(means: Float[np.ndarray, "tasks"], *, share: bool = True) -> t
         low, high = wilson(mean * len(means), len(means), z)
         return mean, min(low, mean), max(high, mean)
     found = stats.bootstrap(
-        (means,),
-        np.mean,
+        (np.sort(means),),  # the order of tasks says nothing
+        _rounded_mean,
         n_resamples=RESAMPLES,
         confidence_level=0.95,
         method="BCa",
         rng=np.random.default_rng(0),
     )
     return mean, float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def _rounded_mean(samples: np.ndarray, axis: int = -1) -> np.ndarray:
+    """The mean without the rounding of float64: BCa counts the resamples whose mean equals that of all."""
+    return np.round(np.mean(samples, axis=axis), 12)
 
 
 def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -153,7 +158,7 @@ def difference(
         # Every task says the same: a sign test, and as much of the difference as it grants so many equal signs.
         mean = mean if abs(mean) > rounding else 0.0
         kept = 2 * ((1 - confidence) / 2) ** (1 / tasks) - 1
-        low, high = sorted((mean, kept * mean))
+        low, high = sorted((mean, kept * mean + 0.0))  # no -0.0
         return Difference(mean, low, high, 2.0 ** (1 - tasks) if mean else 1.0, better, 0.0, tasks, seeds)
     from scipy import stats
 

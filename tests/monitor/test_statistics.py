@@ -34,6 +34,16 @@ def test_samples_of_one_task_are_no_further_tasks():
     assert task_interval(many) == task_interval(means)
 
 
+def test_intervals_hang_on_neither_the_order_of_tasks_nor_the_rounding_of_floats():
+    """Resamples whose mean is that of all are counted, and thirds differ by how they are added up."""
+    rng = np.random.default_rng(3)
+    for tasks, samples in ((20, 3), (20, 6), (50, 3), (50, 6)):
+        right = rng.binomial(samples, rng.beta(0.5, 0.5, tasks))
+        found = task_interval(right / samples)
+        assert task_interval(np.array([pass_at_k(samples, int(count), 1) for count in right])) == pytest.approx(found)
+        assert task_interval(rng.permutation(right / samples)) == pytest.approx(found)
+
+
 def test_tasks_that_are_all_alike_have_an_interval_too():
     mean, low, high = task_interval(np.ones(50))
     assert (mean, high) == (1.0, 1.0) and 0.90 < low < 0.95
@@ -139,6 +149,11 @@ def test_what_would_have_been_found_is_a_shift_that_four_tests_in_five_see():
     found = difference(differences, np.zeros((1, 30)))
     error = differences.std(ddof=1) / np.sqrt(30)
     assert found.detectable == pytest.approx(error * (stats.t.ppf(0.975, 29) + stats.t.ppf(0.8, 29)))
+
+
+def test_what_is_zero_everywhere_has_no_interval_below_it():
+    found = difference(np.zeros((1, 3)), np.zeros((1, 3)))
+    assert [f"{value:+.3f}" for value in (found.low, found.high)] == ["+0.000", "+0.000"]
 
 
 def test_what_is_the_same_differs_by_nothing():
