@@ -500,6 +500,17 @@ def _check_fields(record: Any, kinds: Mapping[str, Any], where: str) -> None:
             raise WireError(f"field {where}.{name} is {_short(value)}: it is {_KINDS[kind]}")
         if kind is _TEXT and len(value) > _LONGEST.get(name, _LONGEST_NAME):
             raise WireError(f"field {where}.{name} has {len(value)} characters: cut it")
+        if kind is _TEXT and not _can_be_sent(value):
+            raise WireError(f"field {where}.{name} is {_short(value)}, which has half a surrogate pair: leave that out")
+
+
+def _can_be_sent(text: str) -> bool:
+    """True unless it holds half a surrogate pair, which JSON can spell and UTF-8 has no form for."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _usable(value: Any) -> bool:
@@ -522,7 +533,7 @@ def _check_outcome(outcome: Any, where: str) -> None:
     if len(outcome) > _MOST_OUTCOMES:
         raise WireError(f"field {where}.outcome has {len(outcome)} names: send {_MOST_OUTCOMES} at most")
     for name, value in outcome.items():
-        named = isinstance(name, str) and len(name) <= _LONGEST_NAME
+        named = isinstance(name, str) and len(name) <= _LONGEST_NAME and _can_be_sent(name)
         if not named or not isinstance(value, (*_NUMBER, *_FLAG)) or not _usable(value):
             shown = f"{_short(name)} = {_short(value)}"
             raise WireError(f"field {where}.outcome has {shown}: it is a map of finite numbers, {_SIZE}")

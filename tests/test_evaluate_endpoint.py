@@ -233,6 +233,26 @@ def test_calls_of_one_agent_that_are_under_way_at_once_have_seeds_of_their_own()
     assert Holds.seeds == [100, 101, 102, 103]
 
 
+def test_half_a_character_is_no_text_and_no_fault_of_the_world():
+    """An endpoint's JSON can spell half a surrogate pair, which could not be sent on to the environment."""
+
+    class Halves:
+        identity, conversations = "", []
+
+        async def complete(self, request: Request) -> Completion:
+            self.conversations.append(request.messages)
+            return Completion("seven \ud83d", Usage(1, 2))
+
+    async def ask() -> None:
+        agent = EndpointAgent(Halves(), "agent", SamplingOptions(1.0, 8), lambda number: number)
+        first = await agent.act([{"role": "user", "content": "?"}])
+        assert first.text == "seven ?"
+        await agent.act([{"role": "user", "content": "again"}], after=first)
+        assert Halves.conversations[1][1]["content"] == "seven ?"
+
+    asyncio.run(ask())
+
+
 def test_a_slow_answer_is_waited_for_and_a_record_that_was_cut_is_played_again(tmp_path, endpoint, command):
     def slow(body: Mapping[str, Any]) -> tuple[int, Any]:
         time.sleep(0.05)

@@ -75,7 +75,7 @@ def kl_penalty(
     if kind == "k2":
         return 0.5 * jnp.square(difference)
     if kind == "k3":
-        bounded = jnp.clip(difference, -LARGEST_KL, LARGEST_KL)
+        bounded = jnp.maximum(difference, -LARGEST_KL)  # its exponential must not become infinite
         return jnp.minimum(jnp.expm1(-bounded) + bounded, LARGEST_KL)
     if kind == "abs":
         return jnp.abs(difference)

@@ -115,7 +115,8 @@ class EpisodePlayer:
         except Exception as error:  # a fault of this episode's world or workflow must not reach its siblings
             # Also a time-out of the world's own, or a reward that is no number, which the dataflow would refuse.
             if not timeout.expired():
-                played = Played([], {}, "env_error", f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
+                reason = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR].encode(errors="replace").decode()
+                played = Played([], {}, "env_error", reason)
             # Whose fault: with an engine away the episode says nothing, with all of them up it was too long.
             elif all(await asyncio.gather(*(base.engine.healthy() for base in self.bases))):
                 played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
@@ -293,8 +294,9 @@ class EndpointAgent(Agent):
         except BackendUnavailable as error:
             raise EngineError(str(error)) from error
         sampled = np.zeros(answer.usage.sampled_tokens, np.int32)
+        text = answer.text.encode(errors="replace").decode()  # half a surrogate pair is no text that can be sent
         reply = Reply(
-            text=answer.text,
+            text=text,
             prompt_ids=np.zeros(max(answer.usage.prompt_tokens, 1), np.int32),
             sampled_ids=sampled,
             logprobs=np.zeros(len(sampled), np.float32),
@@ -303,7 +305,7 @@ class EndpointAgent(Agent):
             version=UNVERSIONED,
             generate_s=0.0,
         )
-        self._said.append((reply, [*asked, {"role": "assistant", "content": answer.text}]))
+        self._said.append((reply, [*asked, {"role": "assistant", "content": text}]))
         return reply
 
 

@@ -131,6 +131,19 @@ def test_gradient_of_kl(kind, float64):
     )
 
 
+@pytest.mark.parametrize("difference", [-2.6, -1.0, 0.0, 5.0, 9.9, 10.5, 10.99])
+def test_k3_holds_the_policy_as_far_as_its_bound(difference, float64):
+    value, slope = jax.value_and_grad(lambda d: kl_penalty(d, jnp.zeros(()), "k3"))(jnp.asarray(difference))
+    assert float(value) == pytest.approx(np.exp(-difference) - 1 + difference)
+    assert float(slope) == pytest.approx(1 - np.exp(-difference))
+
+
+@pytest.mark.parametrize("difference", [-1e9, -2.7, 11.1, 1e9])
+def test_k3_is_bounded(difference):
+    value, slope = jax.value_and_grad(lambda d: kl_penalty(d, jnp.zeros(()), "k3"))(jnp.asarray(difference))
+    assert (float(value), float(slope)) == (10.0, 0.0)
+
+
 def test_kl_estimates_agree_with_the_kl():
     rng = np.random.default_rng(0)
     policy, reference = rng.dirichlet(np.full(6, 5.0)), rng.dirichlet(np.full(6, 5.0))

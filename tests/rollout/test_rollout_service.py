@@ -367,6 +367,25 @@ def test_a_reward_that_is_no_number_is_the_worlds_fault_and_ends_nothing_else(tm
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("answers", r"episode.answer is '\ud83d', which has half a surrogate pair"), ("raises", "? is broken")],
+)
+def test_text_that_cannot_be_sent_is_the_worlds_fault_and_ends_nothing_else(tmp_path, what, said):
+    """JSON that a model wrote can spell it. The service ended of it, and its sound episodes were played again."""
+
+    async def scenario():
+        workflow = f"unruly_workflows:every_fourth_{what}_half_a_character"
+        run = RolloutRun(tmp_path, workflow=workflow, dataflow__max_attempts=1)
+        async with run.servers() as servers, run.serving(servers):
+            await until(lambda: servers.flow.status()["ready_groups"] == 4)
+        broken = [episode for episode in servers.counted if episode.seed % 4 == 0]
+        assert broken and len(servers.counted) == 16
+        assert all(episode.status == "env_error" and said in episode.error for episode in broken)
+
+    asyncio.run(scenario())
+
+
 def test_an_outcome_that_the_reward_lacks_is_the_worlds_fault_and_ends_nothing_else(tmp_path):
     """The dataflow refused the whole message, its sound episodes too, and the service ended of that."""
 

@@ -24,6 +24,17 @@ async def every_fourth_rewards_nothing_that_is_a_number(task, *, seed, env, agen
     return dataclasses.replace(played, outcome={"success": math.nan}) if seed % 4 == 0 else played
 
 
+async def every_fourth_answers_half_a_character(task, *, seed, env, agents, options):
+    played = await single.play(task, seed=seed, env=env, agents=agents, options=options)
+    return dataclasses.replace(played, answer="\ud83d") if seed % 4 == 0 else played
+
+
+async def every_fourth_raises_half_a_character(task, *, seed, env, agents, options):
+    if seed % 4 == 0:
+        raise RuntimeError("\ud83d is broken")
+    return await single.play(task, seed=seed, env=env, agents=agents, options=options)
+
+
 async def every_fourth_lacks_its_outcome(task, *, seed, env, agents, options):
     played = await single.play(task, seed=seed, env=env, agents=agents, options=options)
     bare = [dataclasses.replace(part, outcome={}) for part in played.parts]
