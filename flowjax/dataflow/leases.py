@@ -52,7 +52,8 @@ class Leases:
     No policy waits for another: the groups that a slower one has no use for in time are dropped for it alone. But where
     all are within a batch of each other, a group is opened when all have room, or when one lacks a whole batch: opened
     for one alone it would be too old at the others' turn, and as many again would be opened for these. Where one
-    trainer has them all, in turns, what will be opened at the others' turn counts as there until it waits.
+    trainer has them all, in turns, what will be opened at the others' turn counts as there while it has a batch of the
+    one that lacks.
 
     A worker that serves a version more than `max_staleness` behind the newest plays evaluations only, until it has
     caught up; one that is behind at all is given nothing that was opened for a newer version. One that is much slower
@@ -181,7 +182,8 @@ class Leases:
             has_turn = all(made[other.name] < other.settings.trainer.steps for other in others)
             to_come = min(needed[other.name] for other in others) if has_turn else 0
         return all(
-            self._usable(policy, made[policy.name]) + (0 if policy.is_waiting else to_come) >= needed[policy.name]
+            self._usable(policy, made[policy.name]) + (to_come if made[policy.name] > policy.serving else 0)
+            >= needed[policy.name]
             for policy in admitting
         )
 

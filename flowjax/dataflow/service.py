@@ -368,9 +368,8 @@ class DataflowService:
             except TimeoutError:
                 if pause_s == left_s:
                     break
-            else:
-                await asyncio.sleep(_LATEST_S)  # changes come in bursts: one look for all of them
-            batch = self._take(steps, epoch)
+                continue
+            await asyncio.sleep(_LATEST_S)  # changes come in bursts: one look for all of them
         if batch is None:
             return {"state": "wait"}
         self._notify()  # groups that are used or dropped make room for others

@@ -108,8 +108,8 @@ def test_policies_that_take_turns_have_their_groups_in_common(tmp_path, ahead, m
     flow.close()
 
 
-def test_a_policy_whose_trainer_waits_has_groups_of_its_own(tmp_path):
-    """The other one's turn may not come: it may have a trainer of its own, or be restarted."""
+def test_a_policy_whose_trainer_has_no_batch_of_it_has_groups_of_its_own(tmp_path):
+    """The other one's turn may be long, or not come."""
     flow = make_flow(tmp_path, alike=True)
     versions = {"solver": 0, "verifier": 0}
     for policy in versions:
@@ -122,10 +122,9 @@ def test_a_policy_whose_trainer_waits_has_groups_of_its_own(tmp_path):
     serve(flow, "solver", 1)
     assert flows.credited(flow, "solver", 1)
     assert play(flow, versions, both=True) == 0, "the verifier's turn comes first"
-    assert flows.credited(flow, "solver", 2) is None
-    assert play(flow, versions, both=True) == GROUPS * MEMBERS
     versions["solver"] = 2
     serve(flow, "solver", 2)
+    assert play(flow, versions, both=True) >= GROUPS * MEMBERS
     assert flows.credited(flow, "solver", 2)
     flow.close()
 
