@@ -15,7 +15,7 @@ import numpy as np
 
 from flowjax.broker import Superseded
 from flowjax.credit.estimators import credit_parts, estimate
-from flowjax.credit.table import are_equal, build_table
+from flowjax.credit.table import ROUNDING, build_table
 from flowjax.dataflow.algorithms import AlgorithmError, Candidate, Chain, Result
 from flowjax.dataflow.ledger import Ledger, PolicyGroup, Selection
 from flowjax.dataflow.policies import PolicyStatus
@@ -32,8 +32,9 @@ from flowjax.rewards import trajectory_scores
 class CreditedBatch:
     """The rows to train on, and sums over the batch for the log.
 
-    `totals`: groups, groups_without_signal (all of whose rewards are equal), episodes, turns, invalid_turns, reward,
-    success, sampled_tokens, cut_turns (whose reply reached the limit of tokens), and one `reward/<component>` each.
+    `totals`: groups, groups_without_signal (in which all advantages that are trained on are 0), episodes, turns,
+    invalid_turns, reward, success, sampled_tokens, cut_turns (whose reply reached the limit of tokens), and one
+    `reward/<component>` each.
     `credits` are those of all trajectories, in the order of the groups.
     """
 
@@ -65,18 +66,20 @@ def credit_batch(
     advantage_parts = {name: np.asarray(part) for name, part in advantage_parts.items()}
     has_rows = [True] * len(trajectories) if trained is None else trained
     bounds = np.cumsum([0, *(len(trajectory.turns) for trajectory in trajectories)])
-    rows, credits = [], []
+    rows, credits, with_signal = [], [], set()
     for index, trajectory in enumerate(trajectories):
         of_turns = slice(bounds[index], bounds[index + 1])  # in the table, which pads at its end
         if has_rows[index]:
             rows += token_rows(trajectory, advantages[of_turns])
+            if (np.abs(advantages[of_turns]) > ROUNDING).any():
+                with_signal.add(trajectory.group_id)
         paid = {name: float(values[index]) for name, values in parts.items()}
         credit_by_part = {name: part[of_turns] for name, part in advantage_parts.items()}
         credits.append(Credit(float(scores[index]), paid, advantages[of_turns], credit_by_part))
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     totals = {
         "groups": len(groups),
-        "groups_without_signal": _without_signal(groups, np.asarray(scores)),
+        "groups_without_signal": sum(group.group_id not in with_signal for group in groups),
         "episodes": len(trajectories),
         "turns": len(turns),
         "invalid_turns": sum(not turn.valid for turn in turns),
@@ -87,12 +90,6 @@ def credit_batch(
         **{f"reward/{name}": float(values.sum()) for name, values in parts.items()},
     }
     return CreditedBatch(rows, totals, credits)
-
-
-def _without_signal(groups: Sequence[Group], scores: np.ndarray) -> int:
-    """Groups whose rewards are all equal: estimators that compare the members of a group learn nothing from them."""
-    ends = np.cumsum([len(group.trajectories) for group in groups])
-    return sum(are_equal(part) for part in np.split(scores, ends[:-1]) if len(part))
 
 
 def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray) -> list[TokenRow]:

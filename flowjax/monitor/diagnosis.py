@@ -60,8 +60,9 @@ def _no_signal(lines: Lines) -> str:
     else:
         cause, remedy = "nearly all episodes are lost", "easier tasks, a longer warm start"
     return (
-        f"{100 * share:.0f} % of the groups of the last steps had no signal: {cause}, so that nothing tells one from "
-        f"another. Take {remedy}, a larger config.rollout.group_size, or the data algorithm dynamic_sampling"
+        f"{100 * share:.0f} % of the groups of the last steps had no signal, since all their advantages are 0: "
+        f"{cause}. Take {remedy}, a larger config.rollout.group_size, or the data algorithm dynamic_sampling, which "
+        "leaves out groups of equal rewards"
     )
 
 

@@ -184,7 +184,7 @@ def _of_episode(group: RecordedGroup, place: int) -> str:
     ]
     reward, mean = group.rewards[place], float(np.mean(counted))
     if max(counted) - min(counted) < _SAME:
-        return f"all {len(counted)} of its group earned {reward:.3g}, so none is better than another (no signal)."
+        return f"all {len(counted)} of its group earned {reward:.3g}, so none is better than another."
     apart = reward - mean
     better = "as much as" if abs(apart) < _SAME else "more than" if apart > 0 else "less than"
     return f"it earned {reward:.3g}, {better} its group of {len(counted)} on average ({mean:.2f})."

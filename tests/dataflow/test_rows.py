@@ -1,9 +1,11 @@
 """Turns become rows: window turns one each, append turns one together, advantages where the tokens were sampled."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain, cycle, groupby
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,17 +52,35 @@ def test_rows_know_how_many_tokens_their_trajectory_has():
     assert [(row.policy, row.trajectory_id, row.trajectory_tokens) for row in got] == [("agent", "t", 3)] * 2
 
 
-def test_groups_whose_rewards_are_all_equal_are_counted():
-    def group(name: str, *successes: float) -> Group:
-        members = [
-            Trajectory(f"{name}{i}", name, name, 0, (turn([1], [2]),), {"success": value})
-            for i, value in enumerate(successes)
-        ]
-        return Group(name, Task(name, "w", 0), tuple(members))
+def played(name: str, *successes: float, lengths: Sequence[int] = (1,)) -> Group:
+    """A group whose episodes end so, of as many turns from one state each."""
+    members = [
+        Trajectory(f"{name}{i}", name, name, 0, (turn([1], [2]),) * length, {"success": value})
+        for i, (value, length) in enumerate(zip(successes, cycle(lengths), strict=False))
+    ]
+    return Group(name, Task(name, "w", 0), tuple(members))
 
-    groups = [group("a", 1, 1, 1), group("b", 0, 1), group("c", 0), group("d", 0, 1, 0)]
-    totals = credit_batch(groups, components={"success": 1.0}, estimator="grpo", options={}).totals
-    assert (totals["groups"], totals["groups_without_signal"]) == (4, 2)
+
+def without_signal(groups: Sequence[Group], estimator: str, trained: Sequence[bool] | None = None) -> float:
+    batch = credit_batch(groups, components={"success": 1.0}, estimator=estimator, options={}, trained=trained)
+    assert batch.totals["groups"] == len(groups)
+    return batch.totals["groups_without_signal"]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "count"),
+    [("grpo", 3), ("reinforce_plus_plus_baseline", 3), ("rewardflow", 2), ("reinforce_plus_plus", 0)],
+)
+def test_groups_without_signal_are_those_whose_advantages_are_all_0(estimator: str, count: int):
+    """Those that compare episodes learn nothing where all end alike; RewardFlow learns which way is shorter; over a
+    batch even a group of one has more or less than others."""
+    alike = [played("a", 1, 1, lengths=(1, 3)), played("b", 0, 0), played("c", 1)]
+    assert without_signal([*alike, played("d", 0, 1), played("e", 0, 1, 0)], estimator) == count
+
+
+def test_what_is_not_trained_on_gives_a_group_no_signal():
+    groups = [played("a", 0, 1), played("b", 0, 1)]
+    assert without_signal(groups, "grpo", trained=[False, False, False, True]) == 1
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=4), st.booleans())

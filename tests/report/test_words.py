@@ -56,12 +56,12 @@ def test_parts_of_credit_add_up_and_the_sentence_names_them(run: Path):
         assert turn["why"].startswith(f"Advantage {turn['advantage']:+.2f} = {parts['episode']:+.2f} for the episode")
 
 
-def test_a_group_without_signal_is_said_to_have_none(run: Path):
+def test_episodes_that_earned_the_same_are_said_to_be_alike(run: Path):
     for step in range(6):
         groups, piece = explained(run, step)
         for group, shown in zip(groups, piece["groups"], strict=True):
             said = [turn["why"] for episode in shown["episodes"] for turn in episode["turns"]]
-            assert all(("no signal" in why) == (group.evenness == 0) for why in said)
+            assert all(("none is better" in why) == (group.evenness == 0) for why in said)
 
 
 def test_every_move_of_a_graph_is_a_turn_and_every_turn_is_in_one_move(run: Path):

@@ -13,7 +13,7 @@ SECTIONS.overview = {
 const METRICS = [  // those that every run is judged by: name, title, is a share, what it says
   ["success_rate", "Training success", true, "share of the batch's trajectories"],
   ["reward_mean", "Training reward", false, "mean of the batch's trajectories"],
-  ["no_signal_share", "Groups without signal", true, "all of whose rewards are equal: nothing to learn from"],
+  ["no_signal_share", "Groups without signal", true, "all of whose advantages are 0: nothing to learn from"],
   ["invalid_share", "Invalid replies", true, "that name no legal action"],
   ["cut_share", "Cut replies", true, "that reached the limit of new tokens"],
   ["reply_tokens_mean", "Reply length", false, "sampled tokens a turn"],
