@@ -6,6 +6,7 @@ first, and answers with a sentence or with nothing.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 RECENT_STEPS = 10
@@ -16,6 +17,7 @@ _CUT = 0.1  # of the replies
 _COLLAPSED = 0.1  # of the entropy of the first steps
 _MASTERED = 0.95  # success that a policy without entropy has earned
 _MISMATCH_KL = 0.05  # per token; bfloat16 engines are at 1e-4 to 1e-2
+_SKIPPED = 0.2  # of the steps, had updates that were skipped
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -100,12 +102,30 @@ def _invalid(lines: Lines) -> str:
 
 
 def _mismatch(lines: Lines) -> str:
-    found = mean(_newest(lines, "mismatch_kl"), "mismatch_kl")
+    newest = _newest(lines, "mismatch_kl")
+    if infinite := sum(isinstance(line["mismatch_kl"], str) for line in newest):  # written as "nan" or "inf"
+        return (
+            f"the mismatch KL of engine and trainer is not finite in {infinite} of the last {len(newest)} steps: their "
+            "log-probs are no numbers, or very far apart. Lower config.optimizer.learning_rate, or take float32 for "
+            "config.engine.dtype and config.model.dtype"
+        )
+    found = mean(newest, "mismatch_kl")
     if found is None or found < _MISMATCH_KL:
         return ""
     return (
         f"the mismatch KL of engine and trainer is {found:.2g} a token: they compute different policies, and training "
         "is off-policy by that much. Compare config.engine.dtype with config.model.dtype, and see docs/losses.md"
+    )
+
+
+def _skipped(lines: Lines) -> str:
+    counts = [line["skipped_updates"] for line in _newest(lines, "skipped_updates")]  # since the run began
+    skipped, steps = sum(after > before for before, after in pairwise(counts)), len(counts) - 1
+    if not skipped or skipped < _SKIPPED * steps:
+        return ""
+    return (
+        f"updates of {skipped} of the last {steps} steps were skipped, since their gradients were not finite: skipped "
+        "updates change nothing. See gradient_norm of the steps before, and lower config.optimizer.learning_rate"
     )
 
 
@@ -115,6 +135,7 @@ RULES: Mapping[str, Callable[[Lines], str]] = {
     "cut replies": _cut,
     "invalid replies": _invalid,
     "mismatch": _mismatch,
+    "skipped updates": _skipped,
 }
 
 

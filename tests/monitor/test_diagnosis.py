@@ -14,6 +14,7 @@ HEALTHY = {
     "cut_share": 0.01,
     "invalid_share": 0.02,
     "mismatch_kl": 1e-4,
+    "skipped_updates": 1,
     "turns": 900,
     "episodes": 128,
 }
@@ -34,6 +35,7 @@ WRONG: dict[str, tuple[dict[str, tuple[float, float]], str]] = {
     "cut replies": ({"cut_share": (0.0, 0.3)}, "29 % of the replies .* cut at config.rollout.max_new_tokens"),
     "invalid replies": ({"invalid_share": (0.1, 0.84)}, "have risen from 13.4 % .* to 80.6 %"),
     "mismatch": ({"mismatch_kl": (1e-4, 0.2)}, "mismatch KL of engine and trainer is 0.19"),
+    "skipped updates": ({"skipped_updates": (0, 99)}, "updates of 9 of the last 9 steps were skipped"),
 }
 
 
@@ -74,4 +76,17 @@ def test_every_policy_is_judged_alone():
 
 
 def test_values_that_are_no_numbers_are_passed_over():
-    assert diagnose([*lines(), {"policy": "agent", "mismatch_kl": "nan", "entropy": None}]) == []
+    assert diagnose([*lines(), {"policy": "agent", "reward_mean": "nan", "entropy": None, "cut_share": "nan"}]) == []
+
+
+def test_a_run_that_has_stopped_at_nan_is_named():
+    stopped = [{**line, "mismatch_kl": "nan", "entropy": "nan", "loss": "nan"} for line in lines(count=7)]
+    skipping = [{**line, "skipped_updates": 2 * number} for number, line in enumerate(stopped)]
+    assert [(finding.rule, "not finite" in finding.text) for finding in diagnose([*lines(), *skipping])] == [
+        ("mismatch", True),
+        ("skipped updates", True),
+    ]
+
+
+def test_one_update_that_was_skipped_is_no_symptom():
+    assert diagnose([*lines(), *({**line, "skipped_updates": 2} for line in lines(count=3))]) == []

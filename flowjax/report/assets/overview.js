@@ -44,7 +44,7 @@ function verdicts(run) {
 function problemsOf() {
   const found = DATA.runs.flatMap((run) => run.problems.map((text) => DATA.runs.length > 1 ? `${run.name}, ${text}` : text));
   return found.length ? make("div", {class: "problems", role: "note"}, make("h2", {}, "What looks wrong"), make("ul", {}, found.map((text) => make("li", {}, text))))
-    : make("p", {class: "fine"}, "No rule of the diagnosis is broken: signal, entropy, cut and invalid replies, mismatch.");
+    : make("p", {class: "fine"}, "No rule of the diagnosis is broken: signal, entropy, cut and invalid replies, mismatch, skipped updates.");
 }
 
 // One series for every method and policy: a single run as it is, several seeds as their mean with the band of all of them.
