@@ -353,11 +353,10 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
         heard, k3 = f"{clock(silent_s + worker['heard_s_ago'])} ago", scientific(number(worker, "mismatch_kl"))
         workers.add_row(Text(printable(name)), heard, serving, playing, str(worker["episodes"]), k3)
     evaluations = Table(show_header=False)
-    for entry in entries:
-        if entry.get("kind") == "eval":
-            versions = entry.get("versions", {})
-            named = ", ".join(f"{policy}@{version}" for policy, version in versions.items())
-            evaluations.add_row("evaluation", named or f"version {entry.get('version')}", interval(entry))
+    played = (entry for entry in entries if entry.get("kind") == "eval")
+    for entry in sorted(played, key=lambda entry: entry.get("step", 0)):  # written as they end
+        named = ", ".join(f"{policy}@{version}" for policy, version in entry.get("versions", {}).items())
+        evaluations.add_row("evaluation", named or f"version {entry.get('version')}", interval(entry))
     tables = (table for table in (workers, evaluations) if table.row_count)
     away = [Text(printable(f"{name} is sent away: {why}")) for name, why in dataflow.get("sent_away", {}).items()]
     return Group(roles, policies, *tables, *away, *pool_lines(run_dir))

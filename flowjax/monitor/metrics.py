@@ -62,6 +62,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return list(parse_lines(data))
 
 
+def evaluation_lines(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of evaluations by step. Several are played at once, and each is written when its last episode ends."""
+    return sorted((entry for entry in entries if entry.get("kind") == "eval"), key=lambda entry: entry.get("step", 0))
+
+
 def parse_lines(data: bytes) -> Iterator[dict[str, Any]]:
     """The whole lines in `data` that hold a JSON object."""
     for line in data.split(b"\n"):

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from flowjax.config import ConfigError, load_run
 from flowjax.monitor.diagnosis import diagnose
 from flowjax.monitor.held_out import oldest_first, read_held_out, summarise
-from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.metrics import evaluation_lines, read_metrics
 from flowjax.monitor.provenance import read_starts
 
 _SEED_FIELDS = ("seed", "name", "runs")  # in which the seeds of one method differ, and nothing else
@@ -36,7 +36,7 @@ def overview(run_dir: Path) -> dict[str, Any]:
     """
     config, entries, warm = load_run(run_dir), read_metrics(run_dir), read_metrics(run_dir / "warm_start")
     train = [entry for entry in entries if entry["kind"] == "train"]
-    evaluations = [entry for entry in entries if entry["kind"] == "eval"]
+    evaluations = evaluation_lines(entries)
     if not train and not evaluations:  # the folder of `flowjax.evaluate` has its episodes alone
         evaluations = [_played(file) for file in oldest_first((run_dir / "held_out").glob("*.jsonl"))]
     if not train and not evaluations:

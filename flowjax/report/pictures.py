@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 
 from flowjax.credit.estimators import state_values
 from flowjax.credit.table import TurnTable, build_table, columns_of
-from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.metrics import evaluation_lines, read_metrics
 from flowjax.report.credit import value_options
 from flowjax.report.episodes import batches_of, most_divided, read_batch
 from flowjax.report.overview import names_of
@@ -55,7 +55,7 @@ def curves(run: Path, name: str) -> list[Curve]:
     """
     entries = read_metrics(run)
     train = [entry for entry in entries if entry["kind"] == "train" and "success_rate" in entry]
-    evaluations = [entry for entry in entries if entry["kind"] == "eval"]
+    evaluations = evaluation_lines(entries)
     if not train:
         raise ValueError(f"{run} has no training steps in metrics.jsonl: give the folder of a run")
     policies = list(dict.fromkeys(entry.get("policy", "") for entry in train))

@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 
 from link import Link
 
-from flowjax.monitor.metrics import read_metrics, read_status
+from flowjax.monitor.metrics import evaluation_lines, read_metrics, read_status
 from flowjax.run import read_run
 from tests.benchmarks.runs import machine, trained
 from tests.integration.whole_run_checks import (
@@ -196,7 +196,7 @@ def row(name: str, seed: str, run: Path) -> str:
     dropped = {line["policy"]: line["dropped"].get("too_old", 0) for line in batches}
     too_old = sum(dropped.values()) / (sum(dropped.values()) + sum(line["groups"] for line in batches))
     worst = max(line["mismatch_kl"] for line in train if "mismatch_kl" in line)
-    evaluations = [line["policies"] for line in lines if line["kind"] == "eval"]
+    evaluations = [line["policies"] for line in evaluation_lines(lines)]
     cells = [f"{taken_s / 60:.1f}", f"{episodes / taken_s:.1f}", success(evaluations[0]), success(evaluations[-1])]
     return f"| {' | '.join([name, seed, *cells, str(oldest), f'{100 * too_old:.1f} %', f'{worst:.0e}'])} |"
 

@@ -15,7 +15,7 @@ from test_rollout_real_engine import START_S, VllmRun
 
 from flowjax.canvas import Cache, Problem, backends_from_config, load_operators, parse, run
 from flowjax.canvas.backends.openai import OpenAIBackend
-from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.metrics import evaluation_lines, read_metrics
 from flowjax.rollout.client import EngineClient
 from flowjax.run import resolve
 from flowjax.weights.hand_over import hand_over
@@ -123,7 +123,7 @@ def test_a_run_teaches_serves_and_asks_its_own_nano_executor(tmp_path: Path):
     train = [line for line in read_metrics(run_dir) if line["kind"] == "train"]
     assert [line["step"] for line in train] == list(range(1, STEPS + 1))
     assert all(line["trained_tokens"] > 0 and line["mismatch_kl"] < 1e-6 for line in train)
-    evaluations = [line for line in read_metrics(run_dir) if line["kind"] == "eval"]
+    evaluations = evaluation_lines(read_metrics(run_dir))
     assert [(line["version"], line["episodes"]) for line in evaluations] == [(0, 16), (STEPS, 16)]
     status = json.loads((run_dir / "status-rollout.json").read_text())
     assert status["failed_episodes"] == 0 and set(status["bases"]) == {"base", "executor"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.metrics import evaluation_lines, read_metrics
 from flowjax.monitor.transcripts import batch_path, read_lines
 from flowjax.report.episodes import batches_of
 
@@ -62,7 +62,7 @@ def check_trained(run_dir: Path, policies: set[str]) -> None:
         turns = [turn for file in files for line in read_lines(file) for turn in line["turns"]]
         assert {turn["version"] for turn in turns} <= set(range(STEPS)) and any(turn["version"] for turn in turns)
     assert {line["policy"] for line in train} == policies
-    evaluations = [line for line in read_metrics(run_dir) if line["kind"] == "eval"]
+    evaluations = evaluation_lines(read_metrics(run_dir))
     assert [line["version"] for line in evaluations] == [0, STEPS]
 
 

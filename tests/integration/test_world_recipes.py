@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowjax.config import load_run
-from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.metrics import evaluation_lines, read_metrics
 from flowjax.monitor.transcripts import read_lines, whole_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def check(run: Path) -> None:
     for line in lines:
         assert line["trained_tokens"] > 0 and line["skipped_updates"] == 0
         assert line["mismatch_kl"] < 1e-6, "sampler and trainer disagree"
-    evaluations = [line for line in read_metrics(run) if line["kind"] == "eval"]
+    evaluations = evaluation_lines(read_metrics(run))
     assert [(line["version"], line["episodes"]) for line in evaluations] == [(0, 16), (STEPS, 16)]
 
 

@@ -399,7 +399,9 @@ def test_roles_queues_versions_and_ages_are_shown(run: Path):
     metrics.write(
         "train", step=7, policy="solver", success_rate=0.25, staleness_mean=1.25, staleness_max=2, invalid_share=0.125
     )
-    metrics.write("eval", step=0, versions={"solver": 0, "verifier": 0}, success_rate=0.5, low=0.4, high=0.6)
+    for step in (3, 0):  # the later one ended first
+        versions = {"solver": step, "verifier": step}
+        metrics.write("eval", step=step, versions=versions, success_rate=0.5 + step / 10, low=0.4, high=0.9)
     lines = text(run, 1000.0).splitlines()
     (solver,) = [line for line in lines if line.startswith("│ solver")]
     assert [cell.strip() for cell in solver.strip("│").split("│")] == [
@@ -413,7 +415,8 @@ def test_roles_queues_versions_and_ages_are_shown(run: Path):
     assert "3/40" in verifier and "75.0 %" in verifier
     assert any("rollout" in line and "12 episodes in flight" in line and "engine up" in line for line in lines)
     assert any("dataflow" in line and "(away)" in line and "3 failed (env error)" in line for line in lines)
-    assert any("solver@0, verifier@0" in line and "50.0 %" in line for line in lines)
+    before, after = [line for line in lines if "evaluation" in line]
+    assert "solver@0, verifier@0" in before and "50.0 %" in before and "solver@3, verifier@3" in after
 
 
 def test_a_role_that_is_down_is_told_with_the_cause_and_its_restarts(run: Path):

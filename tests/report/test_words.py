@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from flowjax.config import default_config, save_run
+from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.transcripts import batch_path, read_lines, trained_path, write_lines
 from flowjax.report import page
 from flowjax.report.__main__ import PageHandler, main
@@ -145,6 +146,13 @@ def test_a_run_took_as_long_as_its_launches_whatever_its_trainers_did_side_by_si
     spent = overview(tmp_path)["spent"]
     assert spent["wall_s"] == 50.0 + 100.0, "the launch that was killed went on to its last line"
     assert spent["phases"] == {"warm start": 40.0 + 20.0, "waiting for episodes": 120.0}
+
+
+def test_evaluations_are_in_the_order_of_their_steps_whichever_ended_first(tmp_path: Path):
+    save_run(default_config(), tmp_path)
+    for step in (0, 20, 10):  # a straggler held that of step 10 up
+        MetricsWriter(tmp_path).write("eval", step=step, version=step, success_rate=step / 20)
+    assert [line["step"] for line in overview(tmp_path)["evaluations"]] == [0, 10, 20]
 
 
 def test_a_world_that_has_gone_costs_the_drawings_and_nothing_else(run: Path):
