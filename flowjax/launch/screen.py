@@ -138,7 +138,7 @@ def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[st
     """Names and values of what the screen shows; "-" for what is not known yet."""
     history = [value for entry in progress.train if (value := number(entry, "success_rate")) is not None]
     newest, version = max(progress.evals, default=0), count({**dataflow, **rollout}, "serving_version", "version")
-    sampled, trained = number(rollout, "sampled_tokens_per_s"), progress.rate("tokens_per_s")
+    sampled, read = number(rollout, "sampled_tokens_per_s"), progress.rate("tokens_per_s")
     lag, lag_most = progress.recent("staleness_mean"), progress.last("staleness_max")
     k3, most = progress.recent("mismatch_kl"), progress.last("mismatch_max")
     no_signal = progress.recent("no_signal_share")
@@ -149,7 +149,7 @@ def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[st
         ("held out, before", interval(progress.evals.get(0))),
         ("held out, latest", interval(progress.evals.get(newest) if newest else None)),
         ("episodes/s", f"{fixed(number(rollout, 'episodes_per_s'), 1)}, {count(rollout, 'in_flight')} in flight"),
-        ("tokens/s", f"{fixed(sampled, 0)} sampled, {fixed(trained, 0)} trained"),
+        ("tokens/s", f"{fixed(sampled, 0)} sampled, {fixed(read, 0)} read by the trainer"),
         ("staleness", f"{fixed(lag, 2)}, at most {fixed(lag_most, 0)}"),
         ("mismatch k3", f"{scientific(k3)}, log-prob off by {scientific(most)} at most"),
         ("seconds a step", phases(progress)),
@@ -208,10 +208,11 @@ def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState
     first, last = (number(entry or {}, "success_rate") for entry in (before, after))
     if first is not None and last is not None:
         table.add_row("difference", f"{100 * (last - first):+.1f} points")
-    table.add_row("steps", f"{progress.step}, {count(totals, 'episodes')} episodes, {count(totals, 'turns')} turns")
-    table.add_row("episodes/s", fixed(totals["episodes"] / spent_s if spent_s else None, 1))
+    trajectories, turns = count(totals, "episodes"), count(totals, "turns")
+    table.add_row("steps", f"{progress.step}, {trajectories} trajectories, {turns} turns")
+    table.add_row("trajectories/s", fixed(totals["episodes"] / spent_s if spent_s else None, 1))
     read, sampled = (totals[name] / spent_s if spent_s else None for name in ("row_tokens", "trained_tokens"))
-    table.add_row("tokens/s", f"{fixed(read, 0)} read, {fixed(sampled, 0)} sampled and trained")
+    table.add_row("tokens/s", f"{fixed(read, 0)} read by the trainer, {fixed(sampled, 0)} of them sampled")
     names = {"wait_s": "wait for episodes", "step_s": "compute", "save_s": "save"}
     each = ", ".join(f"{label} {totals[name] / per_step:.2f}" for name, label in names.items())
     table.add_row("seconds per step", f"{totals['total_s'] / per_step:.2f} ({each})")

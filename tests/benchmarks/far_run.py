@@ -51,7 +51,7 @@ JOIN_AT_VERSION = 5
 # A folder is hidden from the command behind it.
 HIDDEN = ("unshare", "--mount", "--", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"')
 COLUMNS = (
-    "run", "seed", "minutes", "episodes/s", "held-out success before", "after", "oldest token, versions",
+    "run", "seed", "minutes", "trajectories/s", "held-out success before", "after", "oldest token, versions",
     "groups too old", "k3, worst step",
 )  # fmt: skip
 
@@ -189,15 +189,14 @@ def row(name: str, seed: str, run: Path) -> str:
     lines = read_metrics(run)
     train = [line for line in lines if line["kind"] == "train"]
     batches = [line for line in lines if line["kind"] == "batch"]
-    policies = {line["policy"] for line in train}
     taken_s = train[-1]["time_s"] - train[0]["time_s"]
-    episodes = sum(line["episodes"] for line in train[1:]) / len(policies)  # each plays for all of them
+    trajectories = sum(line["episodes"] for line in train[1:])
     oldest = max(int(age) for line in batches for age in line["ages"])
     dropped = {line["policy"]: line["dropped"].get("too_old", 0) for line in batches}
     too_old = sum(dropped.values()) / (sum(dropped.values()) + sum(line["groups"] for line in batches))
     worst = max(line["mismatch_kl"] for line in train if "mismatch_kl" in line)
     evaluations = [line["policies"] for line in evaluation_lines(lines)]
-    cells = [f"{taken_s / 60:.1f}", f"{episodes / taken_s:.1f}", success(evaluations[0]), success(evaluations[-1])]
+    cells = [f"{taken_s / 60:.1f}", f"{trajectories / taken_s:.1f}", success(evaluations[0]), success(evaluations[-1])]
     return f"| {' | '.join([name, seed, *cells, str(oldest), f'{100 * too_old:.1f} %', f'{worst:.0e}'])} |"
 
 

@@ -75,7 +75,7 @@ def test_screen_shows_what_is_known_and_a_dash_for_what_is_not(tmp_path, width):
     assert "58.3 %" in shown  # 60 episodes: 10 and 10 at 0.25, 30 and 10 at 0.75
     assert "40.0 % [33.4, 46.9] of 200" in shown
     assert "31.2, 97 in flight" in shown
-    assert "1,403 sampled, 2,000 trained" in shown
+    assert "1,403 sampled, 2,000 read by" in shown
     assert "0.50, at most 1" in shown
     assert "2.0e-08" in shown
     assert "no signal in 40.0 % of groups" in shown
@@ -204,11 +204,11 @@ def test_trainers_that_work_side_by_side(tmp_path):
         assert progress.remaining_s({"solver": 30, "judge": 1}) == 4.0 and progress.remaining_s({}) is None
         assert progress.remaining_s({"solver": 30, "verifier": 20, "frozen": 0}) == 0
         rates = dict(figures(progress, {}, {}))["tokens/s"]
-        assert rates == f"- sampled, {'4,000' if apart else '2,000'} trained"
+        assert rates == f"- sampled, {'4,000' if apart else '2,000'} read by the trainer"
         shown[apart] = text_of(summary(progress, wall_s=120.0))
         assert "4.00 (wait for episodes 2.00, compute 1.50, save 0.50)" in shown[apart]
-    assert "750 read, 30 sampled" in shown[False], "150,000 tokens in 200 s"
-    assert "1,250 read, 50 sampled" in shown[True], "in 120 s"
+    assert "750 read by the trainer, 30 of them sampled" in shown[False], "150,000 tokens in 200 s"
+    assert "1,250 read by the trainer, 50 of them sampled" in shown[True], "in 120 s"
 
 
 def test_progress_starts_over_when_the_file_is_replaced(tmp_path):
@@ -266,8 +266,8 @@ def test_summary_compares_before_and_after(tmp_path):
         "before │ 40.0 % [33.4, 46.9] of 200",
         "after │ 65.0 % [58.1, 71.3] of 200",
         "+25.0 points",
-        "4, 60 episodes, 240 turns",
-        "episodes/s │ 3.8",  # 60 in four steps of 4 s
+        "4, 60 trajectories, 240 turns",
+        "trajectories/s │ 3.8",  # 60 in four steps of 4 s
         "4.00 (wait for episodes 2.00, compute 1.50, save 0.50)",
         "2.0e-08 mean, 2.0e-08 worst",
         "restarts │ engine 1 │",
