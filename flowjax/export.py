@@ -36,6 +36,7 @@ from flowjax.monitor.held_out import oldest_first, read_held_out, rows, summaris
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
 from flowjax.monitor.trouble import explain
+from flowjax.records import most_turns
 from flowjax.run import Policy, Run, played_in, read_models, read_run
 from flowjax.weights.hand_over import decoder_of, peft_config, write_peft_folder
 from flowjax.weights.publish import HANDED_OVER, CheckpointError, has_arrays, read_adapter
@@ -135,7 +136,7 @@ def _data(run: Run) -> dict[str, Any]:
         found["sources"] = f"`{json.dumps(env.sources.to_dict(), default=str)}`"
     else:
         found["training tasks"] = f"{env.train_tasks:,}, data seed {env.data_seed}"
-    return {**found, "turns of an episode": f"{env.max_turns} at most", "workflow": f"`{run.config.workflow}`"}
+    return {**found, "turns of an episode": f"{most_turns(run)} at most", "workflow": f"`{run.config.workflow}`"}
 
 
 def _algorithm(run: Run, policy: Policy) -> dict[str, Any]:

@@ -330,6 +330,12 @@ class Bounds:
         return cls(rollout.max_prompt_tokens, rollout.max_new_tokens, turns, vocabulary or {})
 
 
+def most_turns(run: Run) -> int:
+    """Turns of an episode at the most: of one agent `config.env.max_turns`, of several what the dataflow takes, since
+    workflows may let each act more than once for every turn of the world."""
+    return Bounds.of_run(run).turns if len(run.agents) > 1 else run.config.env.max_turns
+
+
 @dataclass(frozen=True, slots=True)
 class Leased:
     """Terms of an episode's lease. `versions` holds the policies whose version is fixed."""

@@ -151,12 +151,15 @@ class Planner:
         rollout, trainer = run.config.rollout, self.policy.trainer
         # Half of what they may be: prompts and replies are as long as their bounds only now and then.
         turns = 1 if run.config.env.context == "append" else run.config.env.max_turns
+        agents = list(run.agents.values())  # each plays as many; those of base models are played and not trained
+        trained = sum(model in run.policies for model in agents)
         self._length = max((rollout.max_prompt_tokens + rollout.max_new_tokens) // 2, 2)
         episodes = trainer.groups_per_step * rollout.group_size
-        self._trained_tokens = episodes * turns * self._length
-        replies = episodes * run.config.env.max_turns
-        self._sampled_tokens = min(replies * rollout.max_new_tokens // 2, self._trained_tokens)
-        row = _row(self._length, sampled_tokens=self._length * self._sampled_tokens // self._trained_tokens)
+        self._trained_tokens = episodes * trained * turns * self._length  # of a step of each policy
+        self._played_tokens = episodes * len(agents) * turns * self._length
+        replies = episodes * len(agents) * run.config.env.max_turns
+        self._sampled_tokens = min(replies * rollout.max_new_tokens // 2, self._played_tokens)
+        row = _row(self._length, sampled_tokens=self._length * self._sampled_tokens // self._played_tokens)
         self._token_flops = cost.step_flops(self.model, self._lora, [row]) / self._length
         self._trainers: dict[tuple[int, int, int, str], int] = {}  # bytes of those that were looked at
 
@@ -268,7 +271,7 @@ class Planner:
         token_s = max(token_s, at_once * 2 * used / (layout.tensor_parallel * self.gpu.flops * _USED_FLOPS))
         if layout.tensor_parallel > 1:  # two sums over the GPUs of an engine a layer, each some 10 us at the least
             token_s += 2 * self.model.layers * 1e-5
-        prompts = self._trained_tokens - self._sampled_tokens
+        prompts = self._played_tokens - self._sampled_tokens
         prompts_s = 2 * used * prompts / (layout.engine_gpus * self.gpu.flops * _USED_FLOPS)
         return self._sampled_tokens / (layout.replicas * at_once) * token_s + prompts_s
 
@@ -349,6 +352,8 @@ def render(run: Run, machine: str) -> RenderableType:
     note = (
         "Seconds are estimates from data sheets, with prompts and replies half as long as they may be. Never measured."
     )
+    if len(run.agents) > 1:
+        note += f" A step is one of each policy; each agent has {run.config.env.max_turns} turns in an episode."
     title = Text(f"{run.config.name} on {count} x {kind} ({GPUS[kind].memory_gib:g} GiB)", "bold")
     given = planner.policy.base.engine.kv_cache_bytes
     held = f"An engine's cache is held to {given / GIB:g} GiB by config.engine.kv_cache_bytes: raise it for more"

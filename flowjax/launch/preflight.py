@@ -34,6 +34,7 @@ from flowjax.launch.supervisor import Role
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.sinks import check_sinks
 from flowjax.monitor.token import is_loopback
+from flowjax.records import most_turns
 from flowjax.run import Base, Engine, Run
 
 _PROBE_TIMEOUT_S = 600.0  # it takes seconds; a busy machine must not pass for a fault of the config
@@ -220,7 +221,7 @@ def render_plan(
     """Roles, devices, batch arithmetic, memory and disk; then what stands in the way."""
     parts: list[RenderableType] = [
         Text(f"plan of {run.folder}", "bold"),
-        _rows("batch", batch_lines(run.config)),
+        _rows("batch", batch_lines(run)),
         _rows("devices", device_lines(run, devices, found)),
     ]
     for base, plan in found.plan.get("bases", {}).items():
@@ -254,18 +255,20 @@ def render_plan(
     return Group(*parts)
 
 
-def batch_lines(config: ConfigDict) -> list[tuple[str, str]]:
+def batch_lines(run: Run) -> list[tuple[str, str]]:
     """Arithmetic of one step and of the run, from the config alone."""
-    trainer, rollout = config.trainer, config.rollout
+    config, trainer, rollout = run.config, run.config.trainer, run.config.rollout
     episodes = trainer.groups_per_step * rollout.group_size
-    turns = episodes * config.env.max_turns
+    most, several = most_turns(run), len(run.agents) > 1
+    turns, of_all = episodes * most, " (turns of all agents)" if several else ""
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    whole = config.env.context == "append"
+    # Of several agents each has a sequence of its own, and may have more than one in an episode.
+    whole = config.env.context == "append" and not several
     sequences, which = (episodes, "an episode is one sequence") if whole else (turns, "each turn its own sequence")
     tokens = trainer.micro_batch_rows * trainer.row_tokens
     return [
         ("episodes per step", f"{trainer.groups_per_step} groups x {rollout.group_size} members = {episodes}"),
-        ("turns per step", f"at most {episodes} x {config.env.max_turns} = {turns:,}"),
+        ("turns per step", f"at most {episodes} x {most} = {turns:,}{of_all}"),
         ("tokens per step", f"at most {sequences:,} x {longest:,} = {sequences * longest:,} ({which})"),
         ("rows per pass", f"{trainer.micro_batch_rows} rows x {trainer.row_tokens:,} tokens = {tokens:,} token slots"),
         ("passes per step", f"at most {-(-sequences * longest // tokens):,} with full rows"),

@@ -131,8 +131,22 @@ def test_an_appended_episode_has_all_its_replies_in_one_sequence():
     turns = append.run.config.env.max_turns
     assert append._trained_tokens * turns == window._trained_tokens
     assert append._sampled_tokens == min(window._sampled_tokens, append._trained_tokens)
-    (words,) = (words for name, words in batch_lines(append.run.config) if name == "tokens per step")
+    (words,) = (words for name, words in batch_lines(append.run) if name == "tokens per step")
     assert words == "at most 256 x 3,072 = 786,432 (an episode is one sequence)"
     slots = append.run.config.trainer.micro_batch_rows * append.run.config.trainer.row_tokens
-    passes = dict(batch_lines(append.run.config))["passes per step"]
+    passes = dict(batch_lines(append.run))["passes per step"]
     assert passes == f"at most {-(-786_432 // slots)} with full rows"
+
+
+def test_every_agent_has_turns_that_are_played_and_those_of_policies_are_trained_on():
+    alone, pair = (planner_of(recipe, "8xH100") for recipe in ("math.py:qwen3_8b", "math_pair.py:qwen3_8b"))
+    assert pair._trained_tokens == pair._played_tokens == 2 * alone._trained_tokens == 2 * alone._played_tokens
+    frozen = planner_of("math_pair.py:qwen3_8b", "8xH100", "--config.agents.verifier=base")
+    assert frozen._trained_tokens == alone._trained_tokens and frozen._played_tokens == pair._played_tokens
+
+
+@pytest.mark.parametrize("flags", [(), (APPEND,)])
+def test_at_most_as_many_turns_as_the_dataflow_takes(flags):
+    lines = dict(batch_lines(run_of("math_pair.py:nano", *flags)))
+    assert lines["turns per step"] == "at most 128 x 8 = 1,024 (turns of all agents)"
+    assert lines["tokens per step"] == "at most 1,024 x 18 = 18,432 (each turn its own sequence)"
