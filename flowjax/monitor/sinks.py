@@ -50,7 +50,9 @@ class _TensorBoard:
     def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
         from tensorboardX import SummaryWriter
 
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+        folder = run_dir / "tensorboard"
+        suffix = f".{sum(1 for _ in folder.glob('events.*'))}"  # files of one second would have one name
+        self._board = SummaryWriter(str(folder), purge_step=first_step, filename_suffix=suffix)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -144,23 +146,28 @@ def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event
     progress, noted, sink = Progress(run_dir), run_dir / f"sink-{name}.json", None
     # What a start before this one has sent.
     sent_s, newest = _sent(noted)
-    first_look, resumed, seen = True, sent_s > 0, []
+    first_look, resumed = True, sent_s > 0
+    steps: dict[tuple[Any, ...], int] = {}  # the last that was sent of each series
     try:
         while True:
             last = stop.is_set()  # before the look: what is written until then is sent
-            lines = [line for line in progress.update() if line.get("kind") in _SENT and "step" in line]
-            seen += lines if sink is None else []
+            lines = _to_send(progress)
             if first_look:
                 lines, first_look = _behind(newest, lines, sent_s), False
-            if lines and sink is None:
-                first = min(line["step"] for line in lines) if resumed else None
+            again = [line["step"] for line in lines if line["step"] <= steps.get(_series(line), -1)]
+            if lines and (sink is None or (again and sink.hides)):
+                first = min(again or [line["step"] for line in lines]) if again or resumed else None
+                if sink is not None:  # a trainer has gone back since
+                    sink.close()
+                    steps.clear()
                 sink = _SINKS[name](run_dir, config, first)
                 if first is not None and sink.hides:  # among it what is right: of other policies, of evaluations beside
-                    lines = [line for line in seen if line["step"] >= first]
+                    progress = Progress(run_dir)
+                    lines = [line for line in _to_send(progress) if line["step"] >= first]
             for line in lines:
                 assert sink is not None
                 sink.log(_numbers(line, several=len(config.policies) > 1), line["step"])
-                sent_s = max(sent_s, line.get("time_s", 0.0))
+                sent_s, steps[_series(line)] = max(sent_s, line.get("time_s", 0.0)), line["step"]
             if lines:
                 replace_file(noted, json.dumps({"sent_s": sent_s, "newest": _named(lines[-1])}), durable=False)
             if last:
@@ -172,6 +179,16 @@ def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event
         if sink is not None:
             with contextlib.suppress(Exception):
                 sink.close()
+
+
+def _to_send(progress: Progress) -> list[dict[str, Any]]:
+    """New lines of the kinds that sinks get."""
+    return [line for line in progress.update() if line.get("kind") in _SENT and "step" in line]
+
+
+def _series(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Name of lines whose steps rise until a trainer goes back. Evaluations may come late: each has one of its own."""
+    return (line.get("policy"),) if line["kind"] == "train" else (line.get("policy"), line["step"])
 
 
 def _sent(noted: Path) -> tuple[float, list[Any]]:

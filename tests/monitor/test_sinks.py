@@ -62,8 +62,6 @@ def test_what_comes_late_of_an_early_step_hides_no_later_points(tmp_path):
     def send() -> None:
         with forwarding(tmp_path, config_of("tensorboard", policies=("solver", "verifier")), print):
             pass
-        for number, path in enumerate(sorted((tmp_path / "tensorboard").glob("events.*"))):
-            path.rename(path.with_name(f"events.{number}"))  # two of one second have one name
 
     writer = MetricsWriter(tmp_path)
     for step in range(1, 6):
@@ -79,6 +77,38 @@ def test_what_comes_late_of_an_early_step_hides_no_later_points(tmp_path):
     send()
     assert scalars(tmp_path)["train/solver/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 0.5)]
     assert scalars(tmp_path)["train/verifier/loss"] == [(1, 1.0)]
+
+
+def test_steps_that_are_taken_again_within_one_launch_take_the_place_of_what_was_shown(tmp_path, monkeypatch):
+    """A trainer that is restarted goes back to its newest checkpoint. Another policy's points stay, and evaluations."""
+    looks, update = threading.Event(), Progress.update
+
+    def looked(progress: Progress) -> list[dict[str, Any]]:
+        looks.set()
+        return update(progress)
+
+    def wait() -> None:
+        for _ in range(3):  # the first look finds what is written, perhaps reads all anew, and sends it before the last
+            looks.clear()
+            assert looks.wait(60)
+
+    monkeypatch.setattr("flowjax.monitor.sinks._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(Progress, "update", looked)
+    with forwarding(tmp_path, config_of("tensorboard", policies=("solver", "verifier")), print):
+        for policy in ("solver", "verifier"):
+            for step in range(1, 7):
+                MetricsWriter(tmp_path).write("train", step=step, loss=float(step), policy=policy)
+        wait()
+        writer = MetricsWriter(tmp_path, resume_step={"solver": 3})
+        writer.write("train", step=4, loss=104.0, policy="solver")
+        wait()
+        writer.write("eval", step=2, success_rate=0.25)  # beside training, and late
+        writer.write("train", step=5, loss=105.0, policy="solver")
+    shown = scalars(tmp_path)
+    assert shown["train/solver/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0)]
+    assert shown["train/verifier/loss"] == [(step, float(step)) for step in range(1, 7)]
+    assert shown["eval/success_rate"] == [(2, 0.25)]
+    assert len(list((tmp_path / "tensorboard").glob("events.*"))) == 2
 
 
 def test_a_line_that_was_stamped_before_one_that_is_sent_already_is_sent_too(tmp_path, monkeypatch):
