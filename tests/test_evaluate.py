@@ -407,6 +407,16 @@ def test_results_count_tasks_and_not_samples():
     assert results["majority_at"] == {} and results["tokens"] == {"prompt": 0, "sampled": 64}
 
 
+def test_pass_at_k_is_of_the_tasks_that_have_k_samples():
+    """One sample of one task came to nothing, and pass@4 was gone; a task that was drawn twice is no second sample."""
+    episodes = [played(task, index % 2 == 0) for task in "xyz" for index in range(4)]
+    results = summarise(episodes[:-1])
+    assert {k: found["tasks"] for k, found in results["pass_at"].items()} == {1: 3, 2: 3, 4: 2}
+    assert dict(rows(results))["pass@4"].endswith("] of the 2 tasks with 4 samples or more")
+    assert dict(rows(results))["pass@2"].endswith("]")
+    assert summarise([played(task, True) for task in "xxyz"])["pass_at"] == {}
+
+
 def test_a_count_that_is_the_same_in_every_episode_has_no_bounds_of_a_share():
     """Of a world with one turn the table said 'turns 1 [0.76, 1]'."""
     alike = [replace(played(task, True), turns=1, sampled_tokens=0) for task in "abcd"]

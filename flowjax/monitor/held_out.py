@@ -2,6 +2,7 @@
 are made of them: means with intervals over tasks, pass@k, maj@k, as JSON and Markdown."""
 
 import json
+import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,21 +123,23 @@ def summarise(episodes: Sequence[HeldOutEpisode], no_shares: Collection[str] = N
     """Results as in `results.json`: means with intervals over tasks, pass@k and maj@k. Of metrics that are
     `no_shares` of 1, equal values have no interval.
 
-    These are there for k = 1, 2, 4 ... up to the samples that every task has; maj@k where the world compares answers.
+    These are there for k = 1, 2, 4 ... up to the samples that half of the tasks have, each over the `tasks` that have
+    k; maj@k where the world compares answers.
     """
     tasks: dict[str, list[HeldOutEpisode]] = {}
     for episode in episodes:
         tasks.setdefault(episode.task, []).append(episode)
-    fewest = min(map(len, tasks.values()))
-    ks = [1 << power for power in range(fewest.bit_length())] if fewest > 1 else []
+    usual = statistics.median_low(map(len, tasks.values()))  # a task may lack samples that came to nothing
+    ks = [1 << power for power in range(usual.bit_length())] if usual > 1 else []
+    sampled = {k: {task: of for task, of in tasks.items() if len(of) >= k} for k in ks}
     names = [name for name in episodes[0].metrics if all(name in episode.metrics for episode in episodes)]
-    compared = ks if any(episode.answer for episode in episodes) else []
+    compared = sampled if any(episode.answer for episode in episodes) else {}
     return {
         "tasks": len(tasks),
         "episodes": len(episodes),
         "metrics": {name: _interval(by_task(episodes, name), share=name not in no_shares) for name in names},
-        "pass_at": {k: _over_tasks(tasks, lambda played, k=k: _pass_at(played, k)) for k in ks},
-        "majority_at": {k: _over_tasks(tasks, lambda played, k=k: _majority_at(played, k)) for k in compared},
+        "pass_at": {k: _over_tasks(of, lambda played, k=k: _pass_at(played, k)) for k, of in sampled.items()},
+        "majority_at": {k: _over_tasks(of, lambda played, k=k: _majority_at(played, k)) for k, of in compared.items()},
         "sources": _success_by(episodes, lambda episode: episode.source),
         "kinds": _success_by(episodes, lambda episode: episode.kind),
         "tokens": {
@@ -165,7 +168,7 @@ def _success_by(episodes: Sequence[HeldOutEpisode], part: Callable[[HeldOutEpiso
 def _over_tasks(
     tasks: Mapping[str, Sequence[HeldOutEpisode]], value: Callable[[Sequence[HeldOutEpisode]], float]
 ) -> Interval:
-    return _interval({task: [value(played)] for task, played in tasks.items()})
+    return {**_interval({task: [value(played)] for task, played in tasks.items()}), "tasks": len(tasks)}
 
 
 def _interval(samples: Mapping[str, Sequence[float]], *, share: bool = True) -> Interval:
@@ -183,7 +186,10 @@ def rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         counts += f"; {results['asked']} tasks were asked for, and these are all there are"
     found = [("held-out success", f"{percent(results['metrics']['success'])} {counts}")]
     for name, label in (("pass_at", "pass"), ("majority_at", "maj")):
-        found += [(f"{label}@{k}", percent(share)) for k, share in results[name].items()]
+        for k, share in results[name].items():
+            having = share.get("tasks", results["tasks"])
+            few = f" of the {having} tasks with {k} samples or more" if having < results["tasks"] else ""
+            found.append((f"{label}@{k}", percent(share) + few))
     for name, label in (("sources", "source"), ("kinds", "kind")):
         found += [(f"success, {label} {part}", percent(share)) for part, share in results[name].items()]
     ordered = sorted(results["metrics"], key=lambda name: (name not in _FIRST, name))
