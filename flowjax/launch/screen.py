@@ -15,7 +15,6 @@ from rich.text import Text
 
 from flowjax.launch.machine import check_unused
 from flowjax.launch.pool import pool_lines
-from flowjax.monitor.diagnosis import diagnose
 from flowjax.monitor.metrics import Progress, RoleState, number, printable, read_metrics, read_status
 from flowjax.run import read_run
 
@@ -65,7 +64,7 @@ class Screen:
             if shown and (line := plain_line(entry, self.progress, self._steps)):
                 self.say(line)
         self._warm.update()
-        for finding in diagnose(self.progress.train):
+        for finding in self.progress.symptoms:
             if (named := (finding.policy, finding.rule)) not in self._warned:
                 self._warned.add(named)
                 self.say(f"warning: {finding}")
@@ -88,7 +87,7 @@ class Screen:
             self._live = None
 
     def render(self) -> RenderableType:
-        warnings = [Text(f"warning: {warning}", "bold yellow") for warning in diagnose(self.progress.train)]
+        warnings = [Text(f"warning: {warning}", "bold yellow") for warning in self.progress.symptoms]
         parts = [self._bar(), self._numbers(), *warnings, self._roles()]
         return Panel(Group(*parts), title=Text(f"flowjax · {self._run_dir}"), subtitle="Ctrl-C stops", padding=(0, 1))
 
@@ -222,7 +221,7 @@ def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState
     table.add_row("groups without signal", percent(sum(shares) / len(shares) if shares else None))
     first, newest = progress.share("invalid_share", first=True), progress.share("invalid_share")
     table.add_row("invalid replies", f"{percent(first)} in the first steps, {percent(newest)} in the last")
-    for warning in diagnose(progress.train):
+    for warning in progress.symptoms:
         table.add_row("warning", str(warning))
     k3 = [value for entry in progress.train if (value := number(entry, "mismatch_kl")) is not None]
     table.add_row(

@@ -8,14 +8,13 @@ import math
 import os
 import statistics
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from flowjax.files import replace_file
-from flowjax.monitor.diagnosis import RECENT_STEPS, mean
+from flowjax.monitor.diagnosis import RECENT_STEPS, Symptom, diagnose, mean
 from flowjax.monitor.trouble import write_whole
 
 METRICS_FILE = "metrics.jsonl"
@@ -175,6 +174,8 @@ class Progress:
 
     def _clear(self) -> None:
         self.train: list[dict[str, Any]] = []
+        self._by_policy: dict[str, list[dict[str, Any]]] = {}
+        self._symptoms: list[Symptom] | None = None
         self.evals: dict[int, dict[str, Any]] = {}
         self.totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
 
@@ -207,6 +208,8 @@ class Progress:
             kind = entry.get("kind")
             if kind == "train":
                 self.train.append(entry)
+                self._by_policy.setdefault(str(entry.get("policy", "")), []).append(entry)
+                self._symptoms = None
                 for name in _SUMMED:
                     self.totals[name] += number(entry, name) or 0.0
             elif kind == "eval":
@@ -215,7 +218,14 @@ class Progress:
     @property
     def newest(self) -> dict[str, dict[str, Any]]:
         """The newest line of each policy, by its name."""
-        return {entry.get("policy", ""): entry for entry in self.train}
+        return {policy: lines[-1] for policy, lines in self._by_policy.items()}
+
+    @property
+    def symptoms(self) -> list[Symptom]:
+        """Everything that is wrong in the newest steps; looked for when there are others, not whenever it is shown."""
+        if self._symptoms is None:
+            self._symptoms = diagnose(self.train)
+        return self._symptoms
 
     @property
     def several(self) -> bool:
@@ -239,10 +249,7 @@ class Progress:
         return sum(values) if (values := [value for value in found if value is not None]) else None
 
     def _by_trainer(self) -> Iterable[list[dict[str, Any]]]:
-        return (self._of(policy) for policy in self.newest) if self._apart else (self.train,)
-
-    def _of(self, policy: str) -> list[dict[str, Any]]:
-        return [entry for entry in self.train if entry.get("policy", "") == policy]
+        return self._by_policy.values() if self._apart else (self.train,)
 
     def recent(self, name: str) -> float | None:
         """Mean of a metric over the last steps."""
@@ -269,7 +276,7 @@ class Progress:
         """
         left_s: list[float] = []
         for policy, last in steps.items():
-            lines = self._of(policy)
+            lines = self._by_policy.get(policy, [])
             pace_s = _pace_s(lines) or _pace_s(self.train)
             left = last - (lines[-1].get("step", 0) if lines else 0)
             if left and pace_s is None:
@@ -279,7 +286,7 @@ class Progress:
 
 
 def _pace_s(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    paced = deque((number(line, "total_s") for line in lines[1:]), maxlen=2 * RECENT_STEPS)
+    paced = (number(line, "total_s") for line in lines[max(1, len(lines) - 2 * RECENT_STEPS) :])
     values = [value for value in paced if value is not None]
     return statistics.median(values) if values else None
 

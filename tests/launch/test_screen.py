@@ -9,6 +9,7 @@ from rich.console import Console
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.launch.machine import hold
 from flowjax.launch.screen import Screen, clock, figures, plain_line, render_status, sparkline, summary
+from flowjax.monitor import metrics
 from flowjax.monitor.diagnosis import diagnose
 from flowjax.monitor.metrics import RECENT_STEPS, MetricsWriter, Progress, RoleState, read_status, write_status
 
@@ -169,6 +170,25 @@ def test_refresh_costs_little(tmp_path):
     spent_s = (time.process_time() - started) / 20
     screen.close()
     assert spent_s < 0.03  # at 2.5 a second: 7 % of a core; about 1 % on a quiet machine
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_is_diagnosed_when_it_has_made_a_step_and_not_whenever_it_is_shown(tmp_path, monkeypatch, terminal):
+    """A quarter of a second of the supervisor's at each refresh, after 5,000 steps of four policies."""
+    seen = []
+    monkeypatch.setattr(metrics, "diagnose", lambda lines: seen.append(len(lines)) or diagnose(lines))
+    writer = write_run(tmp_path, steps=8)
+    console = Console(width=140, file=io.StringIO(), force_terminal=terminal)
+    screen = Screen(Progress(tmp_path), steps={"agent": 10}, states={}, console=console)
+    for _ in range(5):
+        screen.refresh()
+    writer.write("train", **step_line(9))
+    for _ in range(5):
+        screen.refresh()
+    MetricsWriter(tmp_path, resume_step=7)  # drops two lines, by another file
+    screen.refresh()
+    screen.close()
+    assert seen == [8, 9, 7]
 
 
 def test_time_left_is_at_the_pace_of_the_last_steps(tmp_path):
