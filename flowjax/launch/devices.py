@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +146,16 @@ def host_device_count(env: Mapping[str, str] = os.environ) -> int:
     """CPU devices that JAX will show."""
     found = re.search(r"--xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
     return int(found[1]) if found else 1
+def newest_gpu() -> float:
+    """Compute capability of the newest NVIDIA GPU; 0 where there is none."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        return max(map(float, said.split()), default=0.0)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0.0
+
+
 
 
 def engine_accelerators(run: Run) -> int:

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, default_config
 from flowjax.launch.checks import in_base
-from flowjax.launch.devices import TPU_BOUNDS, Devices, engine_accelerators, processes_here
+from flowjax.launch.devices import TPU_BOUNDS, Devices, engine_accelerators, newest_gpu, processes_here
 from flowjax.rollout.sidecar import serves_on_cpu, tpu_chips
 from flowjax.run import TAUGHT_FILE, Base, Run, read_models
 
@@ -51,11 +51,19 @@ def check_model(base: Base) -> list[str]:
             f"config.model.path is {str(folder)!r}, which {found}, and config.model.nano gives no shape to build: "
             "download the model into that folder, or name the one where it is"
         ]
-    missing = [] if (folder / "tokenizer.json").exists() else ["tokenizer.json"]
-    missing += [] if any(folder.glob("*.safetensors")) else ["*.safetensors"]
+    missing = [name for name in ("tokenizer.json", *_weight_files(folder)) if not any(folder.glob(name))]
     if missing:
-        return [f"config.model.path is {str(folder)!r}, which lacks {' and '.join(missing)}: download it again"]
+        more = f" and {len(missing) - 2} more" if missing[2:] else ""
+        lacks = f"{' and '.join(missing[:2])}{more}"
+        return [f"config.model.path is {str(folder)!r}, which lacks {lacks}: download it again"]
     return [*_nano_conflicts(folder, nano), *_taught_otherwise(folder, base.warm_start)] if nano is not None else []
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Files of a model's weights: all that its index lists, or any where there is none."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        return sorted(set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()))
+    return ["*.safetensors"]
 
 
 def unprepared(folder: Path) -> str:
@@ -177,7 +185,7 @@ def _quantize_problems(engine: ConfigDict, *, on_cpu: bool, cpu: Path = Path("/p
     given = f"config.engine.quantize is {engine.quantize!r}"
     if engine.quantize == "fp8" and on_cpu:
         return [f"{given}, but the engine runs on a CPU: use 'int8' or ''"]
-    if engine.quantize == "int8" and not on_cpu and _newest_gpu() >= _BLACKWELL:
+    if engine.quantize == "int8" and not on_cpu and newest_gpu() >= _BLACKWELL:
         return [f"{given}, but vLLM has no such products for GPUs as new as this machine's: use 'fp8' or ''"]
     if not engine.quantize or engine.dtype != "float32":
         return []
@@ -185,16 +193,6 @@ def _quantize_problems(engine: ConfigDict, *, on_cpu: bool, cpu: Path = Path("/p
         return []
     where = "on a CPU with AMX" if on_cpu else "on GPUs"
     return [f"{given} and config.engine.dtype 'float32', which vLLM does not serve {where}: set dtype to 'bfloat16'"]
-
-
-def _newest_gpu() -> float:
-    """Compute capability of the newest NVIDIA GPU; 0 where there is none."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-        return max(map(float, said.split()), default=0.0)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return 0.0
 
 
 def check_accelerators(run: Run, devices: Devices) -> list[str]:

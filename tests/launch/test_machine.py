@@ -28,6 +28,21 @@ def test_absent_model_folder_is_named_with_the_remedy(config, tmp_path):
     assert machine.check_model(resolve(config).bases["base"]) == []
 
 
+def test_a_download_that_lacks_some_of_its_files_is_named(config, tmp_path):
+    """A run began with it, and its engine and its trainer failed one after the other."""
+    config.model.path, config.model.nano = str(tmp_path), None
+    files = [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
+    index = {"weight_map": {f"layer.{number}": file for number, file in enumerate([*files, *files])}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("config.json", "tokenizer.json", files[2]):
+        (tmp_path / name).write_text("{}")
+    (message,) = machine.check_model(resolve(config).bases["base"])
+    assert message.endswith(f"which lacks {files[0]} and {files[1]} and 2 more: download it again")
+    for name in files:
+        (tmp_path / name).write_text("")
+    assert machine.check_model(resolve(config).bases["base"]) == []
+
+
 def test_nano_base_is_built_when_absent_and_refused_when_of_another_shape(config, tmp_path):
     config.model.path = str(tmp_path / "nano")
     assert machine.check_model(resolve(config).bases["base"]) == []
