@@ -136,8 +136,10 @@ def visible_accelerators(env: Mapping[str, str] = os.environ, root: Path = Path(
     """Numbers (or names) of the CUDA devices that this process may use; without any, the host's TPU chips."""
     if "CUDA_VISIBLE_DEVICES" in env:
         return tuple(part.strip() for part in env["CUDA_VISIBLE_DEVICES"].split(",") if part.strip() not in ("", "-1"))
-    listed = len(list((root / "proc/driver/nvidia/gpus").glob("*"))) or len(list((root / "dev").glob("nvidia[0-9]*")))
-    if listed:
+    found = [len(list(root.glob(each))) for each in ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*")]
+    # A container sees all of the host's in /proc and has those that it was granted in /dev, where a host that has not
+    # used its own since it was started has none yet.
+    if listed := min(filter(None, found), default=0):
         return tuple(str(number) for number in range(listed))
     return tuple(f"{_TPU}{number}" for number in range(tpu_chips(root)))
 

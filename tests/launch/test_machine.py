@@ -282,6 +282,9 @@ def test_accelerators_are_counted_as_cuda_would(tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (container / "dev" / name).write_text("")
     assert visible_accelerators({}, container) == ("0", "1", "2")
+    for number in range(8):  # of the host, which grants three of them
+        (container / f"proc/driver/nvidia/gpus/0000:{number:02}:00.0").mkdir(parents=True)
+    assert visible_accelerators({}, container) == ("0", "1", "2")
 
 
 def test_tpu_chips_are_counted_where_there_is_no_gpu(tmp_path, monkeypatch):
