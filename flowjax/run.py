@@ -117,6 +117,11 @@ class Run:
         return "trainer" not in self.config.elsewhere and not self.is_evaluation
 
     @property
+    def trained_remotely(self) -> bool:
+        """True where the run's launch leaves the trainer to other hosts, or to a program of one's own."""
+        return "trainer" in self.config.elsewhere and not self.is_node
+
+    @property
     def is_node(self) -> bool:
         """True of a machine that plays for a run which another one has: dataflow and trainer are there."""
         return "dataflow" in self.config.elsewhere

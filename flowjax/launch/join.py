@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 import aiohttp
 from ml_collections import ConfigDict
@@ -254,11 +255,12 @@ def _become_trainer(run_dir: Path) -> NoReturn:
 
 async def _under_way(run_dir: Path, console: Console) -> Run | None:
     """The run of a folder once its dataflow answers, by when config and base models are there; None after its end."""
-    said_s = -_SAY_WAITING_EVERY_S
+    said_s, only_there = -_SAY_WAITING_EVERY_S, False
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S)) as session:
         while True:
             try:  # all anew each time: the launch may still have to make or to replace these files
                 url = read_endpoints(run_dir)["dataflow"]
+                only_there = is_loopback(urlsplit(url).hostname or "")
                 headers = {**bearer(known_token(run_dir)), **of_run(known_run_id(run_dir))}
                 async with session.get(f"{url}/finished", headers=headers, raise_for_status=True) as answer:
                     finished = (await answer.json())["finished"]
@@ -269,7 +271,8 @@ async def _under_way(run_dir: Path, console: Console) -> Run | None:
                 problem = f"{type(error).__name__}: {error}"
             if time.monotonic() - said_s > _SAY_WAITING_EVERY_S:
                 said_s = time.monotonic()
-                say = f"waiting for the run in {run_dir} ({problem})"
+                alone = ", an address of its launch's machine alone: see config.dataflow.host" if only_there else ""
+                say = f"waiting for the run in {run_dir} ({problem}{alone})"
                 console.print(say, highlight=False, markup=False, soft_wrap=True)
             await asyncio.sleep(_LOOK_EVERY_S)
     return None if finished else read_run(run_dir)

@@ -29,7 +29,7 @@ from flowjax.launch.machine import (
     check_unused,
     to_fetch,
 )
-from flowjax.launch.roles import fixed_ports, int8_roles, missing_bases
+from flowjax.launch.roles import check_reached, fixed_ports, int8_roles, missing_bases
 from flowjax.launch.supervisor import Role
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.sinks import check_sinks
@@ -59,7 +59,7 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
         trained = (policy.train for policy in run.policies_on(base.name).values())
         return check_engine(base, adapters="lora" in trained)
 
-    here = [*on_each_base(run, check_model), *check_ports(run), *on_each_base(run, engine)]
+    here = [*on_each_base(run, check_model), *check_ports(run), *check_reached(run), *on_each_base(run, engine)]
     here += [*check_accelerators(run, devices), *check_unused(run.folder, kind), *check_sinks(run.config)]
     here += _lost_bases(run, resume=resume) + (_lost_checkpoints(run) if resume else [])
     if run.is_relayed and not run.is_node:  # a node has been there already

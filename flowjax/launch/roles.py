@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from flowjax.launch.checks import in_base
 from flowjax.launch.devices import Devices, processes_here
 from flowjax.launch.machine import LOOPBACK, can_bind, free_port
 from flowjax.launch.supervisor import Role, answers
-from flowjax.monitor.token import reachable
+from flowjax.monitor.token import is_loopback, reachable
 from flowjax.run import Base, Run, write_endpoints
 
 _TOGETHER = Path(__file__).with_name("together.py")
@@ -62,6 +63,26 @@ def publish_endpoints(run: Run, ports: Mapping[str, int]) -> None:
     started = {name: f"http://{hosts.get(name, '127.0.0.1')}:{port}" for name, port in ports.items()}
     given |= {"dataflow": str(started.get("relay", run.config.dataflow.url))} if run.is_node else {}
     write_endpoints(run.folder, {**given, **started})
+
+
+def check_reached(run: Run) -> list[str]:
+    """The address in endpoints.json is one that a trainer on other hosts reaches.
+
+    It is on others where its processes meet at an address beyond loopback; and a name is given for others: one that is
+    loopback here, as Debian has a machine's own, would have the dataflow listen for this machine alone.
+    """
+    config, host = run.config, reachable(run.config.dataflow.host).strip("[]")
+    first = config.trainer.coordinator.rpartition(":")[0].strip("[]")
+    try:
+        addresses = {str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):  # no address of this machine: `check_ports` says so
+        return []
+    meant_for_others = (first and not is_loopback(first)) or not is_loopback(host)
+    if not run.trained_remotely or not meant_for_others or not all(map(is_loopback, addresses)):
+        return []
+    alone = f"by which only this machine finds the dataflow ({min(addresses)}), and the trainer is on others"
+    remedy = "give the address at which they reach this machine"
+    return [f"config.dataflow.host is {config.dataflow.host!r}, {alone}: {remedy}"]
 
 
 def missing_bases(run: Run) -> list[str]:

@@ -23,11 +23,12 @@ shift
 trap 'scontrol requeue "$SLURM_JOB_ID"; exit 1' USR1
 
 if [ -e "$run/config.json" ]; then
-  launch=(python -m flowjax.launch --resume="$run" "$@")
+  launch=(python -m flowjax.launch --resume="$run")
 else
-  launch=(python -m flowjax.launch --name="$(basename "$run")" --config.runs="$(dirname "$run")" "$@")
+  launch=(python -m flowjax.launch --name="$(basename "$run")" --config.runs="$(dirname "$run")")
 fi
-launch+=(--config.dataflow.host="$SLURMD_NODENAME") # the name by which other nodes find this one
+# The name by which other nodes find this one, unless an address is given.
+launch+=(--config.dataflow.host="$SLURMD_NODENAME" "$@")
 hosts=$((SLURM_JOB_NUM_NODES - 1))
 [ "$hosts" -eq 0 ] || launch+=(--config.elsewhere="('trainer',)")
 

@@ -1,6 +1,7 @@
 """Trainers of several hosts: the files of launch/slurm under a real SLURM, processes that are restarted one by one as
 Kubernetes does, and what could be wrong in a file without anybody being told."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from unittest.mock import Mock
 import pytest
 import yaml
 from light_run import ROOT, LightRun, environment
@@ -32,6 +34,7 @@ from flowjax.weights.publish import committed_steps
 RUN_SH, NODE_SH = ROOT / "launch/slurm/run.sh", ROOT / "launch/slurm/node.sh"
 TWO_PROCESSES: dict[str, Any] = {"mesh__fsdp": 2, "mesh__data": 1, "trainer__steps": 6}
 
+from flowjax.run import write_endpoints
 
 def wait_for(condition: Callable[[], Any], say: Callable[[], str], timeout_s: float = 1200.0) -> None:
     until = time.monotonic() + timeout_s
@@ -386,3 +389,13 @@ def test_a_host_that_could_not_train_says_why(config, tmp_path, monkeypatch, fie
     monkeypatch.setattr(join, "_under_way", under_way)
     with pytest.raises(ConfigError, match=message):
         join.train(tmp_path, Console())
+
+
+@pytest.mark.parametrize(("address", "named"), [("http://127.0.0.1:9", True), ("http://0.0.0.0:9", False)])
+def test_a_process_that_waits_at_its_own_address_says_where_to_look(tmp_path, address, named):
+    write_endpoints(tmp_path, {"dataflow": address})
+    console = Mock(print=Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        asyncio.run(join._under_way(tmp_path, console))
+    ((said,), _) = console.print.call_args
+    assert said.startswith(f"waiting for the run in {tmp_path} (") and ("see config.dataflow.host" in said) == named

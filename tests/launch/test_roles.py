@@ -7,7 +7,7 @@ import pytest
 from flowjax.launch import machine
 from flowjax.launch.checks import check_config
 from flowjax.launch.devices import Devices, engine_accelerators, mesh_count, share_out
-from flowjax.launch.roles import choose_ports, engine_roles, publish_endpoints, run_roles, stop_order
+from flowjax.launch.roles import check_reached, choose_ports, engine_roles, publish_endpoints, run_roles, stop_order
 from flowjax.run import resolve
 
 URLS = ("http://one:8000", "http://two:8000")
@@ -182,6 +182,29 @@ def test_what_cannot_be(config, changes, message):
 def test_a_frozen_agent_beside_a_trained_one_is_fine(config):
     config.agents = {"solver": "agent", "verifier": "base"}
     assert check_config(config) == []
+
+
+@pytest.mark.parametrize("coordinator", ["", "127.0.0.1:9876", "[::1]:9876", "b:9876"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::", "own-name", "10.0.0.1", "both", "?"])
+def test_a_trainer_on_other_hosts_is_not_sent_to_itself(config, monkeypatch, host, coordinator):
+    """It waited for a dataflow of its own machine, for ever."""
+    names = {"own-name": ["127.0.1.1"], "both": ["127.0.1.1", "10.0.0.1"], "localhost": ["127.0.0.1", "::1"]}
+
+    def look_up(name: str, *_: object, **__: object) -> list[tuple]:
+        if name == "?":
+            raise OSError("no such name")
+        return [(0, 0, 0, "", (address, 0)) for address in names.get(name, [name])]
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    config.dataflow.host, config.trainer.coordinator = host, coordinator
+    assert check_reached(resolve(config)) == [], "it trains itself"
+    config.elsewhere = ("trainer",)
+    found = check_reached(resolve(config))
+    # On one machine loopback is right: a program of one's own may be the trainer. A name is given for others.
+    loopback = host in ("127.0.0.1", "localhost", "0.0.0.0", "::")
+    assert len(found) == (host == "own-name" or (loopback and coordinator == "b:9876")), found
+    if found:
+        assert found[0].startswith(f"config.dataflow.host is {host!r}, by which only this machine finds the ")
 
 
 @pytest.mark.parametrize(
