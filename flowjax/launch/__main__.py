@@ -39,6 +39,7 @@ from flowjax.launch.devices import (
     host_device_count,
     mesh_count,
     processes_here,
+    remote_count,
     share_out,
     visible_accelerators,
 )
@@ -164,19 +165,17 @@ def _fresh_folder(config: ConfigDict, values: flags.FlagValues) -> Path:
 
 def _devices(run: Run, values: flags.FlagValues) -> Devices:
     config = run.config
-    asked, dry_run = values["devices"].value, values["dry_run"].value
+    asked, dry_run = int(values["devices"].value or 0), values["dry_run"].value
     if asked and not dry_run:
         raise ConfigError(f"--devices={asked} goes with --dry_run; CUDA_VISIBLE_DEVICES limits what a run uses")
-    accelerators, assumed = visible_accelerators(), False
-    sizes = tuple(config.mesh.to_dict().values())
-    if asked:
-        assumed = asked != len(accelerators)
-    elif dry_run and not accelerators and config.model.nano is None:
+    accelerators, sizes = visible_accelerators(), tuple(config.mesh.to_dict().values())
+    remote, assumed = remote_count(run, asked), asked not in (0, len(accelerators))
+    if dry_run and not asked and not accelerators and config.model.nano is None:
         # A recipe for accelerators, planned on a machine without: as many as it names.
         each = math.prod(size for size in sizes if size > 0)
         asked, assumed = engine_accelerators(run) + len(trainer_roles(run)) * each, True
-    if asked:
-        accelerators = tuple(map(str, range(asked))) if assumed else accelerators
+    if assumed:
+        accelerators = tuple(map(str, range(asked)))
     return share_out(
         accelerators,
         engine_accelerators(run),
@@ -185,6 +184,7 @@ def _devices(run: Run, values: flags.FlagValues) -> Devices:
         cpu_devices=host_device_count() * processes_here(config.trainer),
         assumed=assumed,
         hosts=config.trainer.processes // processes_here(config.trainer),
+        remote=remote,
     )
 
 

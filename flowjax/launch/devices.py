@@ -43,7 +43,8 @@ class Devices:
 
     `trainers` is how many trainers share theirs out evenly, or use the same ones where too few. `assumed` marks
     a plan for a machine that is not this one. `hosts` as large as this one hold a trainer together. `on_host` is how
-    many accelerators this one has, in use or not. Chips of TPUs are called tpu0, tpu1 and so on.
+    many accelerators this one has, in use or not. Chips of TPUs are called tpu0, tpu1 and so on. `remote` is how
+    many a trainer on other hosts has, on all together; 0 where nobody knows.
     """
 
     trainer: tuple[str, ...] = ()
@@ -53,6 +54,7 @@ class Devices:
     trainers: int = 1
     hosts: int = 1
     on_host: int = 0
+    remote: int = 0
 
     @property
     def of_tpus(self) -> bool:
@@ -144,10 +146,6 @@ def visible_accelerators(env: Mapping[str, str] = os.environ, root: Path = Path(
     return tuple(f"{_TPU}{number}" for number in range(tpu_chips(root)))
 
 
-def host_device_count(env: Mapping[str, str] = os.environ) -> int:
-    """CPU devices that JAX will show."""
-    found = re.search(r"--xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
-    return int(found[1]) if found else 1
 def newest_gpu() -> float:
     """Compute capability of the newest NVIDIA GPU; 0 where there is none."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
@@ -158,6 +156,10 @@ def newest_gpu() -> float:
         return 0.0
 
 
+def host_device_count(env: Mapping[str, str] = os.environ) -> int:
+    """CPU devices that JAX will show."""
+    found = re.search(r"--xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
+    return int(found[1]) if found else 1
 
 
 def engine_accelerators(run: Run) -> int:
@@ -174,17 +176,18 @@ def share_out(
     cpu_devices: int = 1,
     assumed: bool = False,
     hosts: int = 1,
+    remote: int = 0,
 ) -> Devices:
     """Give the engines the last `engine_count`, each trainer `trainer_count` of the others or its share of them (None).
 
     Where nothing would be left for the trainers, they share the engine's.
     """
     if not accelerators:
-        return Devices(cpu_devices=cpu_devices, assumed=assumed, trainers=trainers, hosts=hosts)
+        return Devices((), (), cpu_devices, assumed, trainers, hosts, remote=remote)
     engine = tuple(accelerators[-engine_count:]) if engine_count else ()  # [-0:] would be all of them
     trainer = tuple(accelerators[: len(accelerators) - len(engine)]) or tuple(accelerators)
     most = None if trainer_count is None else trainer_count // hosts * trainers  # of this host, for all its trainers
-    return Devices(trainer[:most], engine, cpu_devices, assumed, trainers, hosts, len(accelerators))
+    return Devices(trainer[:most], engine, cpu_devices, assumed, trainers, hosts, len(accelerators), remote)
 
 
 def processes_here(trainer: ConfigDict) -> int:
@@ -196,6 +199,14 @@ def processes_here(trainer: ConfigDict) -> int:
 def mesh_count(sizes: Sequence[int]) -> int | None:
     """Devices that a mesh names; None when one of its sizes is -1 and takes what there is."""
     return None if any(size < 1 for size in sizes) else math.prod(sizes)
+
+
+def remote_count(run: Run, on_each: int) -> int:
+    """Devices of a trainer on other hosts: `on_each` of them where a plan says so, else as many as the mesh names; 0 if
+    that takes what there is, which its processes alone will know."""
+    if not run.trained_remotely:
+        return 0
+    return on_each * run.config.trainer.processes or mesh_count(tuple(run.config.mesh.to_dict().values())) or 0
 
 
 def check_mesh(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:

@@ -185,7 +185,7 @@ def _start_probe(run: Run, devices: Devices, checkpoints: Path | None) -> subpro
     )
     request = {
         "config": json.loads(run.config.to_json()),
-        "devices": devices.trainer_count,
+        "devices": devices.remote if run.trained_remotely else devices.trainer_count,
         "checkpoints": str(checkpoints) if checkpoints else None,
         "platform": devices.platform,
     }
@@ -288,13 +288,16 @@ def device_lines(run: Run, devices: Devices, found: Findings) -> list[tuple[str,
     shape = " x ".join(f"{name} {size}" for name, size in mesh.items()) if mesh else unknown
     here = len(visible_accelerators()) or "none"
     note = f"  (assumed: {here} here; --devices=N plans for N)" if devices.assumed else ""
-    if devices.shared:
+    if devices.shared and run.trains:
         note += f"  (shared: the engine takes {run.config.engine.gpu_memory_fraction:.0%} of the memory)"
     trainer = (
         f"accelerators {','.join(devices.trainer)}"
         if devices.trainer
         else f"{devices.cpu_devices} CPU device{'s' * (devices.cpu_devices != 1)}"
     )
+    if run.trained_remotely:
+        trainer = f"on other hosts, {devices.remote or 'all their'} devices together"
+        shape = shape if devices.remote else "by their number (--devices=N plans for N on each)"
     lines, used = [("trainer", f"{trainer}, mesh {shape}{note}")], 0
     for base in run.bases.values():
         if not base.engines:

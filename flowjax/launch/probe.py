@@ -41,8 +41,8 @@ from flowjax.workflows import declared, demonstrates, outcomes_of, workflow_prob
 def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform: str = "cpu") -> dict[str, Any]:
     """Problems, what is not ready on this machine, and the sizes that a plan shows.
 
-    `checkpoints` is the folder that a resumed run goes on from, with one of each policy; `platform` what its trainer
-    computes on.
+    `device_count` is the trainer's, 0 where it is elsewhere and nobody knows; `checkpoints` the folder that a resumed
+    run goes on from, with one of each policy; `platform` what its trainer computes on.
     """
     plan: dict[str, Any] = {"bases": {}}
     here: list[str] = []
@@ -53,8 +53,10 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform:
     ]
     of_bases = (_taught, _executors, _templates)
     problems += [text for check in (_learning, *of_bases) for text in _messages(check, run, here=here)]
-    if run.trains:
-        problems += _messages(_rules, run, here=here) + _messages(check_mesh, run, device_count, plan, here=here)
+    if run.trains or run.trained_remotely:
+        problems += _messages(_rules, run, here=here)
+    if run.trains or (run.trained_remotely and device_count):
+        problems += _messages(check_mesh, run, device_count, plan, here=here)
     problems += _messages(_bases, run, device_count, platform, plan, here=here)
     if checkpoints is not None:
         problems += _messages(_checkpoints, run, checkpoints, here=here)

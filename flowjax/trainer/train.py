@@ -35,12 +35,12 @@ from flowjax.models.decoder import Decoder, with_adapter
 from flowjax.models.hf import load_decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.shape import ModelConfig, ModelError
-from flowjax.models.sharding import ROW_AXES, make_mesh, on_mesh, place
+from flowjax.models.sharding import ROW_AXES, Placement, make_mesh, on_mesh, place
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.transcripts import trained_path
 from flowjax.records import TokenRow
 from flowjax.run import Base, Policy, Run, read_run
-from flowjax.trainer.batch import MicroBatch, pack, packing_order, swapped, unusable_rows
+from flowjax.trainer.batch import MicroBatch, pack, packing_order, row_buckets, swapped, unusable_rows
 from flowjax.trainer.log import (
     Comparison,
     OnStep,
@@ -95,7 +95,12 @@ def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
     # ------------------------------------------------------------------------------------------------------------ mesh
     use_compile_cache(config.trainer.compile_cache)
     join(config.trainer, scheduled=scheduled)  # before anything else touches a device
-    mesh = make_mesh(**config.mesh.to_dict())
+    try:
+        mesh = make_mesh(**config.mesh.to_dict())
+        for each in (policy.trainer for policy in trained.values()):
+            Placement(mesh).check_batch(each.micro_batch_rows, row_buckets(each.row_tokens)[-1])
+    except ModelError as error:  # files of a model may be back at the next start, but these stay as they are
+        raise ConfigError(str(error)) from error
 
     # -------------------------------------------------------------------------------------- models, optimiser, restore
     decoders = make_models(run, mesh, trained)

@@ -18,4 +18,4 @@ url=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["dataflow"
 key=$(python -m flowjax.launch --status="$run" --invite="$name") || exit 2
 export "$key"
 exec python -m flowjax.launch --join="$url" --name="$name" --config.runs="${TMPDIR:-/tmp}" \
-  --config.engine.replicas="${SLURM_GPUS_ON_NODE:-1}" "$@"
+  --config.engine.replicas="${SLURM_GPUS_ON_NODE:-1}" --config.engine.tensor_parallel=1 "$@"

@@ -2,8 +2,9 @@
 # A run on the nodes of one SLURM job. The first node has launcher, dataflow, engines and rollouts; each other node has one
 # process of the trainer, with all its GPUs.
 #
-#   sbatch --nodes=3 --gpus-per-node=8 launch/slurm/run.sh runs/NAME --config=configs/math.py:qwen3_8b [--config.field=value ...]
+#   sbatch --nodes=3 --gpus-per-node=8 launch/slurm/run.sh runs/NAME --config=configs/math.py:qwen3_8b --config.mesh.data=-1 --config.trainer.micro_batch_rows=16 [--config.field=value ...]
 #
+# The mesh of a recipe is for one machine: data=-1 takes all GPUs of the trainer, whose number (16 of two nodes) divides the rows.
 # Submit from a folder that all nodes share, with flowjax's environment active (. .venv/bin/activate); so is the run's folder.
 # The same command goes on with a run that is there already, and so does the job when SLURM requeues it. On one node the
 # launcher does it all. More nodes to play, at any time: node.sh. Output: slurm-<job>.log, and runs/NAME/logs.

@@ -3,6 +3,7 @@ Kubernetes does, and what could be wrong in a file without anybody being told.""
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -14,27 +15,31 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
 from unittest.mock import Mock
+
 import pytest
 import yaml
 from light_run import ROOT, LightRun, environment
+from ml_collections import ConfigDict
 from rich.console import Console
 from slurm_cluster import Slurm, missing
 
 from flowjax.config import ConfigError, load_run, save_run
 from flowjax.launch import join
-from flowjax.launch.__main__ import main, read_request
-from flowjax.launch.machine import free_port
+from flowjax.launch.__main__ import LaunchRequest, main, read_request
+from flowjax.launch.machine import check_accelerators, free_port
+from flowjax.launch.preflight import Findings, device_lines
+from flowjax.launch.probe import inspect_run
+from flowjax.launch.roles import check_reached
 from flowjax.launch.supervisor import USER_MISTAKE
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.token import VARIABLE
+from flowjax.run import write_endpoints
 from flowjax.weights.publish import committed_steps
 
 RUN_SH, NODE_SH = ROOT / "launch/slurm/run.sh", ROOT / "launch/slurm/node.sh"
 TWO_PROCESSES: dict[str, Any] = {"mesh__fsdp": 2, "mesh__data": 1, "trainer__steps": 6}
 
-from flowjax.run import write_endpoints
 
 def wait_for(condition: Callable[[], Any], say: Callable[[], str], timeout_s: float = 1200.0) -> None:
     until = time.monotonic() + timeout_s
@@ -194,6 +199,73 @@ def test_a_slurm_job_goes_on_after_the_death_of_a_process_and_after_a_requeue(tm
         assert config.elsewhere == ("trainer",) and config.dataflow.host == "127.0.0.1"  # as the first node is called
 
 
+def documented(beginning: str, *pages: str) -> list[str]:
+    """Commands that begin so, of a page or of the head of a script."""
+    lines = [line.strip("# ") for page in pages for line in (ROOT / page).read_text().splitlines()]
+    return [line.partition(" [--config.")[0] for line in lines if line.startswith(beginning)]
+
+
+def planned(argv: list[str], hosts: int, gpus: int) -> LaunchRequest:
+    """A launch with its trainer on other hosts, whose mesh and batch fit all their GPUs, and its engines its own."""
+    argv = [argument.replace("=configs/", f"={ROOT}/configs/") for argument in argv]
+    request = read_request([*argv, "--dry_run", f"--devices={gpus}"])
+    answer = inspect_run(request.run, hosts * gpus, None)
+    assert request.run.trained_remotely and answer["problems"] == []
+    assert math.prod(answer["plan"]["mesh"].values()) == hosts * gpus
+    assert check_accelerators(request.run, request.devices) == []
+    return request
+
+
+def joined(argv: list[str], run: LaunchRequest, gpus: int, monkeypatch: pytest.MonkeyPatch) -> LaunchRequest:
+    """A node of such a run, whose engines have room on its GPUs."""
+    config = ConfigDict(run.run.config.to_dict())
+    config.update({"elsewhere": ("dataflow", "trainer"), "name": "node"})
+    config.dataflow.url = "http://first:8400"
+    monkeypatch.setattr(join, "config_of_run", lambda url: config.copy_and_resolve_references())
+    request = read_request([*argv, "--dry_run", f"--devices={gpus}"])
+    assert check_accelerators(request.run, request.devices) == []
+    return request
+
+
+def test_what_is_started_by_hand_fits_its_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The mesh of the recipe was that of four GPUs, and 16 of two hosts were refused once the engines were up."""
+    monkeypatch.chdir(tmp_path)
+    (command,) = documented("python -m flowjax.launch --config=", "docs/clusters.md")
+    request = planned(shlex.split(command)[3:], 2, 8)
+    assert request.devices.remote == 16, "processes times GPUs, as --devices has it planned"
+    assert request.run.config.trainer.coordinator and check_reached(request.run) == []
+
+
+def test_what_starts_a_process_again_by_hand_ends_at_a_mistake(tmp_path: Path):
+    loops = documented("until ", "docs/clusters.md")
+    assert [re.findall(r"FLOWJAX_PROCESS=(\d)", loop) for loop in loops] == [["0"], ["1"]]
+    for loop in loops:
+        for statuses in ([USER_MISTAKE], [1, 137, 0], [1, USER_MISTAKE]):
+            (tmp_path / "calls").write_text("")
+            body = f"set -- {' '.join(map(str, statuses))}; shift $(($(grep -c ^python {tmp_path}/calls) - 1)); exit $1"
+            env = stubs(tmp_path, python=body, sleep="")
+            subprocess.run(["bash", "-c", loop], env=env, timeout=120, check=False)
+            assert len(called(tmp_path, "python")) == len(statuses)
+
+
+def test_a_plan_says_what_does_not_fit_the_hosts_of_a_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    elsewhere = ["--config.elsewhere=('trainer',)", "--config.trainer.processes=2", f"--config.runs={tmp_path}"]
+    command = [f"--config={ROOT}/configs/math.py:qwen3_8b", *elsewhere, "--dry_run", "--devices=8"]
+    assert main(command) == USER_MISTAKE
+    plan = " ".join(capsys.readouterr().out.split())
+    assert "trainer on other hosts, 16 devices together, mesh does not fit" in plan
+    assert "config.mesh is data=4, fsdp=1, which does not fit 16 devices" in plan
+    # Without devices to plan for the mesh says how many there are, or nobody knows.
+    rows = [*command[:-2], "--config.mesh.data=16", "--dry_run"]
+    refused = inspect_run((request := read_request(rows)).run, request.devices.remote, None)["problems"]
+    assert refused[0].startswith("config.trainer.micro_batch_rows is 4, but rows are split over 16 devices")
+    request = read_request([*command[:-2], "--config.mesh.data=-1", "--dry_run"])
+    found = inspect_run(request.run, request.devices.remote, None)
+    assert request.devices.remote == 0 and found["problems"] == []
+    shown = dict(device_lines(request.run, request.devices, Findings(plan=found["plan"])))
+    assert "on other hosts, all their devices together" in shown["trainer"] and "not fit" not in shown["trainer"]
+
+
 def stubs(folder: Path, **programs: str) -> dict[str, str]:
     """Environment of a script on the first of three nodes, whose programs write down how they are called."""
     for name, body in programs.items():
@@ -242,7 +314,23 @@ def test_a_job_starts_a_run_or_goes_on_with_it(tmp_path: Path):
     assert (role, run) == ("--role=trainer", "--run=runs/a")
 
 
-def test_a_node_is_invited_and_joins(tmp_path: Path):
+def test_what_is_submitted_fits_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    submitted = documented("sbatch --nodes=", "docs/clusters.md", "launch/slurm/run.sh")
+    assert len(submitted) == 2
+    for number, command in enumerate(submitted):
+        (tmp_path / str(number)).mkdir()
+        _, nodes, gpus, script, *given = shlex.split(command)
+        node_count, gpu_count = (int(option.partition("=")[2]) for option in (nodes, gpus))
+        assert (nodes[:8], gpus[:16], script) == ("--nodes=", "--gpus-per-node=", "launch/slurm/run.sh")
+        env = stubs(tmp_path / str(number), srun="", python="") | {"SLURM_JOB_NUM_NODES": str(node_count)}
+        run_script(RUN_SH, *given, "--config.dataflow.host=10.0.0.1", folder=tmp_path / str(number), env=env)
+        (start,) = called(tmp_path / str(number), "python")
+        request = planned(start[2:], node_count - 1, gpu_count)
+        assert request.run.config.dataflow.host == "10.0.0.1", "a name that is loopback here can be given an address"
+
+
+def test_a_node_is_invited_and_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     python = f"""case "$*" in
       *endpoints.json) exec {sys.executable} "$@";;
       *--invite=*) echo {VARIABLE}=node-7:key;;
@@ -250,13 +338,19 @@ def test_a_node_is_invited_and_joins(tmp_path: Path):
     esac"""
     env = stubs(tmp_path, python=python)
     (tmp_path / "endpoints.json").write_text('{"dataflow": "http://first:8400"}')
+    env["SLURM_GPUS_ON_NODE"] = "8"
     done = run_script(NODE_SH, str(tmp_path), "--config.env.workers=2", folder=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert called(tmp_path, "token") == [[f"{VARIABLE}=node-7:key"]]
-    *_, joined = called(tmp_path, "python")
-    assert {"--join=http://first:8400", "--name=node-7", "--config.env.workers=2"} < set(joined)
-    fields = [re.fullmatch(r"--config\.([\w.]+)=.*", argument) for argument in joined]
+    *_, argv = called(tmp_path, "python")
+    assert {"--join=http://first:8400", "--name=node-7", "--config.env.workers=2"} < set(argv)
+    fields = [re.fullmatch(r"--config\.([\w.]+)=.*", argument) for argument in argv]
     assert all(join._OF_HARDWARE.fullmatch(field[1]) for field in fields if field)
+    monkeypatch.chdir(tmp_path)
+    (command,) = documented("python -m flowjax.launch --config=", "docs/clusters.md")
+    argv = [argument for argument in argv[2:] if not argument.startswith("--config.runs=")]
+    node = joined(argv, planned(shlex.split(command)[3:], 2, 8), 8, monkeypatch)
+    assert len(node.run.engines) == 8, "one on each GPU"
 
 
 # ----------------------------------------------------------------------------------------------------------- Kubernetes
@@ -282,20 +376,26 @@ def ports(container: Any) -> dict[str, int]:
     return {each["name"]: each["containerPort"] for each in container["ports"]}
 
 
-def launched_config() -> Any:
-    """Config of the run that run.yaml starts."""
+def launched() -> LaunchRequest:
+    """The run that run.yaml starts, with as many GPUs as there and in trainer.yaml."""
     _, container = pod_of(manifests()["Job", "flowjax-run"])
     first, flags = container["args"][0].split("exec python -m flowjax.launch ")
     assert "--resume=/runs/math" in first and "/runs/math/config.json" in first
     (start,) = re.findall(r"else set -- (.*); fi", first)
     assert "POD_IP" in variables(container)
     argv = shlex.split(flags.replace('"$@"', start).replace("\\\n", " ").replace("$POD_IP", "10.0.0.1"))
-    return read_request([*argv, "--dry_run"]).run.config
+    job = manifests()["Job", "flowjax-trainer"]
+    assert gpus_of(container) == gpus_of(pod_of(job)[1])
+    return planned(argv, job["spec"]["completions"], gpus_of(container))
+
+
+def gpus_of(container: Any) -> int:
+    return container["resources"]["limits"]["nvidia.com/gpu"]
 
 
 def test_the_pods_of_a_run_find_each_other(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    made, config = manifests(), launched_config()
+    made, config = manifests(), launched().run.config
     _, run = pod_of(made["Job", "flowjax-run"])
     job = made["Job", "flowjax-trainer"]
     spec, trainer = pod_of(job)
@@ -350,7 +450,9 @@ def test_nodes_join_the_run(monkeypatch: pytest.MonkeyPatch):
     (secret,) = (each["secretRef"]["name"] for each in node["envFrom"])
     assert f"create secret generic {secret} --from-literal" in text and "exec job/flowjax-run" in text
     monkeypatch.chdir(ROOT)
-    config = launched_config()
+    run = launched()
+    config = run.run.config
+    joined(node["command"][3:], run, gpus_of(node), monkeypatch)
     assert f"--status={config.runs}/{config.name}" in text
     fields = [argument[9:].partition("=")[0] for argument in node["command"] if argument.startswith("--config.")]
     assert fields and all(join._OF_HARDWARE.fullmatch(field) for field in fields)
@@ -399,3 +501,21 @@ def test_a_process_that_waits_at_its_own_address_says_where_to_look(tmp_path, ad
         asyncio.run(join._under_way(tmp_path, console))
     ((said,), _) = console.print.call_args
     assert said.startswith(f"waiting for the run in {tmp_path} (") and ("see config.dataflow.host" in said) == named
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"data": 4, "fsdp": 1}, "trainer: config.mesh is data=4, fsdp=1, which does not fit 8 devices"),
+        ({"data": -1, "fsdp": 1}, "trainer: a batch has 4 rows, which do not divide over the 8 devices"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_hosts_is_a_mistake_that_no_new_start_mends(config, tmp_path, fields, message):
+    """It ended as a death does, and was started again and again."""
+    config.mesh.update(fields)
+    config.trainer.micro_batch_rows = 4
+    save_run(config, tmp_path)
+    env = environment() | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "flowjax.trainer", f"--run={tmp_path}", "--scheduled"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == USER_MISTAKE and message in done.stderr, done.stderr
