@@ -698,8 +698,8 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
     if not played:
         raise ConfigError(f"{run.folder}: no episode of this evaluation came to its end, see the lines above")
     transcripts = run.config.eval.transcripts
-    held_out, _ = keep_evaluation(run.folder, evaluation.name, played, rewards_of(run), transcripts=transcripts)
-    results = summarise(held_out, no_shares_of(run.folder))
+    kept = keep_evaluation(run.folder, evaluation.name, played, rewards_of(run), transcripts=transcripts)
+    results = summarise(kept.episodes, no_shares_of(run.folder))
     results |= {"asked": run.config.eval.tasks, "unfinished": len(leases) - len(played)}
     if cost := prices.cost(results["tokens"]["prompt"], results["tokens"]["sampled"]):
         results["cost"] = cost

@@ -11,7 +11,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _LOOK_EVERY_S = 0.1
@@ -108,10 +108,11 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def replace_file(path: Path, text: str | bytes, *, mode: int = 0o644, durable: bool = True) -> None:
+def replace_file(path: Path, text: str | bytes | Iterable[bytes], *, mode: int = 0o644, durable: bool = True) -> None:
     """Write `text` beside `path` and rename it into place.
 
     Args:
+        text: or pieces of it, which may be made as they are written.
         mode: of the file, less what the process's umask takes away; 0o600 is its owner's alone from the first byte on.
         durable: flush it to the disk before and after it is renamed, so that it survives a power cut. What is written
             every second, and made anew after one, does without.
@@ -125,12 +126,13 @@ def replace_file(path: Path, text: str | bytes, *, mode: int = 0o644, durable: b
         with contextlib.suppress(FileNotFoundError):
             beside.unlink()
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(text if isinstance(text, bytes) else text.encode())
+            text = text.encode() if isinstance(text, str) else text
+            file.writelines([text] if isinstance(text, bytes) else text)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         beside.replace(path)
-    except OSError:
+    except BaseException:  # also of who makes the pieces
         with contextlib.suppress(OSError):
             beside.unlink()
         raise

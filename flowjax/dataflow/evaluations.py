@@ -1,16 +1,20 @@
 """Held-out evaluations beside training: when one is due, and its line in the log."""
 
+import asyncio
+import contextlib
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grain
 import numpy as np
 
-from flowjax.dataflow.ledger import Ledger, trajectories_of
+from flowjax.dataflow.ledger import EpisodeReader, Ledger, trajectories_of
 from flowjax.dataflow.policies import PolicyStatus
 from flowjax.dataflow.tasks import content_of, episode_seed, task_at
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
@@ -18,12 +22,13 @@ from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.statistics import wilson
 from flowjax.monitor.transcripts import Credit, held_out_path, transcript, write_lines
 from flowjax.monitor.trouble import is_machine_fault
-from flowjax.records import Episode, Group, Task, Trajectory
+from flowjax.records import Episode, Group, Task, Trajectory, Turn
 from flowjax.rewards import Components, trajectory_scores
 from flowjax.run import Run
 
 _P = TypeVar("_P", Episode, Trajectory)
 _LONGEST_REASON = 500  # characters
+_Rewards = Mapping[str, Mapping[str, float]]  # of trajectories, by policy and id
 
 
 class Evaluations:
@@ -47,11 +52,14 @@ class Evaluations:
         self._config, self._policies, self._run_dir = config, policies, run.folder
         self._ledger, self._metrics, self._tasks, self._clock = ledger, metrics, tasks, clock
         self._started_s: dict[str, float] = {}
+        self._writing: asyncio.Task[None] | None = None
+        self._written: asyncio.Task[None] | None = None  # the newest try that has ended, well or not
         self._count = min(config.eval.tasks, len(tasks)) if config.eval.tasks else 0  # a source repeats beyond its end
         self.read_ledger()
 
     def read_ledger(self) -> None:
         """Note which evaluations there are; a trainer that has gone back to an earlier version undoes some."""
+        self.give_up_writing()  # of what may be undone now, and be played again under the same name
         self._all = self._ledger.evaluations()  # versions by name
         closed = self._ledger.evaluations("closed").keys()
         self._unwritten = {name: self._all[name] for name in self._all.keys() - closed}
@@ -120,72 +128,134 @@ class Evaluations:
 
     @property
     def finished(self) -> bool:
-        """True when all that there will be are in."""
-        if self._under_way():
+        """True when all that there will be are in, and their lines written."""
+        if self._unwritten:
             return False
         return not self._config.eval.tasks or self._last_versions() in self._all.values()
 
     def _last_versions(self) -> dict[str, int]:
         return {name: policy.settings.trainer.steps for name, policy in self._policies.items()}
 
-    def write_finished(self) -> None:
-        """Write the line of each evaluation whose episodes have all ended."""
-        if not self._unwritten:
-            return
-        for name in self._unwritten.keys() - self._under_way().keys():
-            self._write(name, self._unwritten[name])
+    def start_writing(self) -> None:
+        """Have the line of each evaluation written whose episodes have all ended, while the event loop goes on.
+
+        Raises:
+            Exception: what the last try failed of; it is tried again.
+        """
+        if self._writing is not None and self._writing.done():
+            self._written, self._writing = self._writing, None
+        if self._writing is None and self._over():
+            self._writing = asyncio.create_task(self.write_finished())
+        if self._written is not None and not self._written.cancelled():
+            self._written.result()
+
+    def give_up_writing(self) -> None:
+        """Write no line that is being made. The ledger keeps what is over: it is written when that is asked for."""
+        if self._writing is not None:
+            self._writing.cancel()
+        self._writing = self._written = None  # nor need what failed be tried again
+
+    async def write_finished(self) -> None:
+        """Write the line of each evaluation whose episodes have all ended, one after another."""
+        for name in self._over():
+            given_up = threading.Event()
+            try:
+                line = await asyncio.to_thread(self._keep, name, given_up)
+            finally:
+                given_up.set()  # a thread goes on when nobody waits for it any more
+            # Without a pause, so that nobody finds half of it; who dies before the second of them writes both again.
+            self._metrics.write("eval", **self._about(name), **line)
             self._ledger.close_evaluation(name)
             del self._unwritten[name]
 
-    def _write(self, name: str, versions: Mapping[str, int]) -> None:
-        played = [
-            (self._ledger.task(group_id), episode)
-            for group_id in self._ledger.evaluated(name)
-            for episode in self._ledger.episodes(group_id)
-        ]
-        by_task: dict[str, list[Episode]] = {}
-        by_source: dict[str, dict[str, list[Episode]]] = {}
-        for task, episode in played:
-            by_task.setdefault(content_of(task), []).append(episode)
-            by_source.setdefault(task.source, {}).setdefault(content_of(task), []).append(episode)
-        components = {policy: of.settings.reward.components.to_dict() for policy, of in self._policies.items()}
-        # Before its line in the log: if the process dies between the two, both are written again.
-        keep = functools.partial(
-            keep_evaluation, self._run_dir, name, played, transcripts=self._config.eval.transcripts
-        )
-        unrewarded = ""
-        try:
-            _, rewards = keep(components)
-        except Exception as error:
-            if is_machine_fault(error):
-                raise
-            # Of what nobody can reward the rest is worth keeping, and the run is to go on.
-            unrewarded = f"no reward can be given: {type(error).__name__}: {error}"[:_LONGEST_REASON]
-            _, rewards = keep({})
-        tasks = list(by_task.values())
-        success_rate, low, high = _success(tasks)
-        version = self._step(versions)
-        self._metrics.write(
-            "eval",
-            step=version,
-            version=version,
-            versions=dict(versions),
-            asked=self._config.eval.tasks,
-            samples=self._config.eval.samples,
-            tasks=len(by_task),
-            episodes=len(played),
-            unfinished=self._count * self._config.eval.samples - len(played),
-            success_rate=success_rate,
-            low=low,
-            high=high,
-            turns_mean=_mean_of_tasks(tasks, lambda episode: len(episode.turns)),
-            env_return_mean=_mean_of_tasks(tasks, lambda episode: episode.outcome.get("env_return", 0.0)),
-            policies={policy: _of_policy(policy, tasks, rewards.get(policy)) for policy in self._policies},
-            sources={name: _mean_of_tasks(list(found.values()), _solved) for name, found in by_source.items() if name},
-            **({"unrewarded": unrewarded} if unrewarded else {}),
+    def _over(self) -> list[str]:
+        """Evaluations whose episodes have all ended, and whose line is not written."""
+        return sorted(self._unwritten.keys() - self._under_way().keys()) if self._unwritten else []
+
+    def _about(self, name: str) -> dict[str, Any]:
+        """Fields of its line that no episode says."""
+        versions = self._unwritten[name]
+        step = self._step(versions)
+        return {
+            "step": step,
+            "version": step,
+            "versions": dict(versions),
+            "asked": self._config.eval.tasks,
+            "samples": self._config.eval.samples,
             # Of one that a process before this one has opened nobody knows.
             **({"seconds": self._clock() - self._started_s[name]} if name in self._started_s else {}),
-        )
+        }
+
+    def _keep(self, name: str, given_up: threading.Event) -> dict[str, Any]:
+        """Keep the episodes of an evaluation. Returns what its line says of them. Runs in a thread: of large episodes
+        it takes minutes."""
+        components = {policy: of.settings.reward.components.to_dict() for policy, of in self._policies.items()}
+        with contextlib.closing(EpisodeReader(self._ledger.path)) as reader:
+            played = _Played(reader, reader.evaluated(name), given_up)
+            keep = functools.partial(
+                keep_evaluation, self._run_dir, name, played, transcripts=self._config.eval.transcripts
+            )
+            unrewarded = ""
+            try:
+                kept = keep(components)
+            except Exception as error:
+                if is_machine_fault(error):
+                    raise
+                # Of what nobody can reward the rest is worth keeping, and the run is to go on.
+                unrewarded = f"no reward can be given: {type(error).__name__}: {error}"[:_LONGEST_REASON]
+                kept = keep({})
+        by_task: dict[str, list[Episode]] = {}
+        by_source: dict[str, dict[str, list[Episode]]] = {}
+        for task, episode in kept.played:
+            by_task.setdefault(content_of(task), []).append(episode)
+            by_source.setdefault(task.source, {}).setdefault(content_of(task), []).append(episode)
+        tasks = list(by_task.values())
+        success_rate, low, high = _success(tasks)
+        return {
+            "tasks": len(by_task),
+            "episodes": len(kept.played),
+            "unfinished": self._count * self._config.eval.samples - len(kept.played),
+            "success_rate": success_rate,
+            "low": low,
+            "high": high,
+            "turns_mean": _mean_of_tasks(tasks, lambda episode: len(episode.turns)),
+            "env_return_mean": _mean_of_tasks(tasks, lambda episode: episode.outcome.get("env_return", 0.0)),
+            "policies": {policy: _of_policy(policy, tasks, kept.rewards.get(policy)) for policy in self._policies},
+            "sources": {
+                source: _mean_of_tasks(list(found.values()), _solved) for source, found in by_source.items() if source
+            },
+            **({"unrewarded": unrewarded} if unrewarded else {}),
+        }
+
+
+class _Played(Sequence[tuple[Task, Episode]]):
+    """Episodes of an evaluation with their tasks, each read when it is asked for: all of them may not fit in memory."""
+
+    def __init__(self, reader: EpisodeReader, names: Sequence[tuple[str, str]], given_up: threading.Event):
+        self._reader, self._names, self._given_up = reader, names, given_up
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._given_up.is_set():
+            raise asyncio.CancelledError
+        group_id, episode_id = self._names[index]
+        return self._reader.task(group_id), self._reader.episode(episode_id)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptEvaluation:
+    """An evaluation as it was kept.
+
+    episodes: as they are kept.
+    played: the same episodes as they were played, but for their tokens.
+    rewards: of each trajectory, by policy and id.
+    """
+
+    episodes: list[HeldOutEpisode]
+    played: list[tuple[Task, Episode]]
+    rewards: _Rewards
 
 
 def keep_evaluation(
@@ -195,31 +265,41 @@ def keep_evaluation(
     components: Mapping[str, Components],
     *,
     transcripts: int,
-) -> tuple[list[HeldOutEpisode], dict[str, dict[str, float]]]:
+) -> KeptEvaluation:
     """Keep every episode of an evaluation, for `flowjax.compare` and readers of one's own, and some turn by turn.
 
     Args:
         name: of the evaluation, and of its files in `held_out/`.
+        played: read once from end to end, and once more where episodes are kept turn by turn; none of it is held.
         components: of the reward, by policy.
         transcripts: most episodes that are kept turn by turn, evenly spread.
-
-    Returns:
-        The episodes as they are kept, and the reward of each trajectory by policy and id.
     """
-    credits = {policy: _credits(policy, played, of) for policy, of in components.items()}
+    counted = [(task, _without_tokens(episode)) for task, episode in played]
+    credits = {policy: _credits(policy, counted, of) for policy, of in components.items()}
     rewards = {policy: {name: each.reward for name, each in of.items()} for policy, of in credits.items()}
-    every = -(-len(played) // transcripts) if transcripts else 0  # rounded up, so that no more than that are kept
-    chosen = played[::every] if every else []
-    lines = (
-        transcript(task, part, credits.get(part.policy, {}).get(part.trajectory_id))
-        for task, episode in chosen
-        for part in episode.trajectories
-    )
-    if chosen:
+    if played and transcripts:
+        every = -(-len(played) // transcripts)  # rounded up, so that no more than that are kept
+        lines = (
+            transcript(task, part, credits.get(part.policy, {}).get(part.trajectory_id))
+            for task, episode in (played[index] for index in range(0, len(played), every))
+            for part in episode.trajectories
+        )
         write_lines(held_out_path(run_dir, name), lines)
-    episodes = [_held_out_episode(task, episode, rewards) for task, episode in played]
+    episodes = [_held_out_episode(task, episode, rewards) for task, episode in counted]
     write_held_out(run_dir, name, episodes)
-    return episodes, rewards
+    return KeptEvaluation(episodes, counted, rewards)
+
+
+def _without_tokens(episode: Episode) -> Episode:
+    """The episode with as many tokens in each turn, all of them zero and in the memory of one."""
+
+    def blank(turn: Turn) -> Turn:
+        prompt, sampled = (np.broadcast_to(np.int32(0), len(ids)) for ids in (turn.prompt_ids, turn.sampled_ids))
+        logprobs = np.broadcast_to(np.float32(0), len(turn.logprobs))
+        return replace(turn, prompt_ids=prompt, sampled_ids=sampled, logprobs=logprobs, shown="")
+
+    parts = [replace(part, turns=list(map(blank, part.turns)), shown="") for part in episode.trajectories]
+    return replace(episode, trajectories=parts)
 
 
 def _credits(policy: str, played: Sequence[tuple[Task, Episode]], components: Components) -> dict[str, Credit]:
@@ -237,7 +317,7 @@ def _credits(policy: str, played: Sequence[tuple[Task, Episode]], components: Co
     }
 
 
-def _held_out_episode(task: Task, episode: Episode, rewards: Mapping[str, Mapping[str, float]]) -> HeldOutEpisode:
+def _held_out_episode(task: Task, episode: Episode, rewards: _Rewards) -> HeldOutEpisode:
     """An episode as evaluations keep it; `rewards` by policy and trajectory."""
     return HeldOutEpisode(
         task=content_of(task),

@@ -75,11 +75,11 @@ class Flow:
         self.leases = Leases(
             run, self.ledger, self.algorithms, train_tasks, self.policies, self.workers, self.evaluations.unwritten
         )
-        self.evaluations.write_finished()  # what a process before this one had no time for
         self._lease_s = config.dataflow.lease_s
         self._compared: dict[str, Mapping[str, tuple[float, int]]] = {}  # the newest mismatches, by policy
 
     def close(self) -> None:
+        self.evaluations.give_up_writing()
         self.ledger.close()
 
     def newest_version(self, policy: str) -> int:

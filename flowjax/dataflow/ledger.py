@@ -351,6 +351,7 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
         boot: str | None = None,
     ):
+        self.path = path
         self._db = open_tables(path)
         self._lease_s, self._max_attempts, self._clock = lease_s, max_attempts, clock
         self._failed, self._min_group_size = failed, min_group_size
@@ -1184,14 +1185,32 @@ class Ledger:
         )
         return bool(self._db.execute(query, (evaluation,)).fetchone()[0])
 
-    def evaluated(self, name: str) -> list[str]:
-        """Groups of an evaluation that are in."""
-        rows = self._db.execute(
-            "SELECT group_id FROM groups JOIN policy_groups USING (group_id)"
-            " WHERE evaluation = ? AND state = 'ready' ORDER BY groups.position",
+
+class EpisodeReader:
+    """Episodes of a ledger's evaluations, over a connection of its own: for the thread that makes it, while the event
+    loop goes on to change the others."""
+
+    def __init__(self, path: Path | str):
+        self._db = sqlite3.connect(path, isolation_level=None)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def evaluated(self, name: str) -> list[tuple[str, str]]:
+        """Group and name of the episodes of an evaluation that are in, in the order of tasks."""
+        return self._db.execute(
+            "SELECT group_id, episode_id FROM groups JOIN policy_groups USING (group_id) JOIN episodes USING (group_id)"
+            " WHERE evaluation = ? AND policy_groups.state = 'ready' AND episodes.state = 'done'"
+            " ORDER BY groups.position, episode_id",
             (name,),
-        )
-        return [row["group_id"] for row in rows]
+        ).fetchall()
+
+    def task(self, group_id: str) -> Task:
+        return unpack(self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0])
+
+    def episode(self, episode_id: str) -> Episode:
+        row = self._db.execute("SELECT episode FROM episodes WHERE episode_id = ?", (episode_id,)).fetchone()
+        return unpack(row[0])
 
 
 def trajectories_of(episodes: Iterable[Episode], policy: str) -> list[Trajectory]:

@@ -63,7 +63,7 @@ _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
 
 class DataflowService:
     """Answers for a `Flow`. Everything runs on one event loop, so no message sees a half-made
-    transition; only credit, which may take seconds, is given in a thread.
+    transition; only credit and what is kept of an evaluation, which may take minutes, are made in a thread.
 
     Workers that wait for episodes stand in a queue: when something has changed, the first ones are served, until there
     is nothing more.
@@ -252,9 +252,9 @@ class DataflowService:
 
     def _expire(self) -> None:
         """Before anything is leased: what nobody plays any more goes out first. A finished evaluation's line, which a
-        full disk may have refused when its last episode came in, is written at the next of these."""
+        full disk may have refused, or a process before this one had no time for, is written at the next of these."""
         self._flow.groups.expire()
-        self._flow.evaluations.write_finished()
+        self._flow.evaluations.start_writing()
 
     async def _episodes(self, message: Any, hold_s: float) -> Answer:
         flow = self._flow
@@ -300,7 +300,7 @@ class DataflowService:
         accepted = self._flow.groups.accept_all(played, worker=worker)
         for (lease_id, episode), new in zip(played, accepted, strict=True):
             self._flow.workers.ended(worker, lease_id, counts=new and episode.status in COUNTED_STATUSES)
-        self._flow.evaluations.write_finished()
+        self._flow.evaluations.start_writing()
         return accepted
 
     def _give_back(self, message: Any) -> Answer:
@@ -310,7 +310,7 @@ class DataflowService:
 
     def _return(self, lease_ids: Sequence[str], error: str) -> None:
         self._flow.groups.give_back(lease_ids, error)
-        self._flow.evaluations.write_finished()
+        self._flow.evaluations.start_writing()
         self._notify()
 
     def _evict(self, message: Any) -> Answer:

@@ -57,15 +57,22 @@ def held_out_path(run_dir: Path, evaluation: str) -> Path:
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write maps as a file of compressed JSON lines, all or none of it.
+    """Write maps as a file of compressed JSON lines, all or none of it; one line at a time is in memory.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(line, separators=(",", ":"), default=str) + "\n" for line in lines)
-    # No time in the header: equal lines are equal files.
-    replace_file(path, gzip.compress(text.encode(), _LEVEL, mtime=0), durable=False)
+    replace_file(path, _compressed(lines), durable=False)
+
+
+def _compressed(lines: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+    """The bytes of such a file. Its header has no time: equal lines are equal files."""
+    compressor = zlib.compressobj(_LEVEL, wbits=zlib.MAX_WBITS | 16)  # gzip's format
+    for line in lines:
+        text = json.dumps(line, separators=(",", ":"), default=str) + "\n"
+        yield compressor.compress(text.encode())
+    yield compressor.flush()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """Steps of a flow as the service takes them, in one call each."""
 
+import asyncio
+
 from flowjax.dataflow.batches import Assigned, CreditedBatch
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.leases import ANYTHING, Capabilities
@@ -7,11 +9,23 @@ from flowjax.dataflow.ledger import Kind
 from flowjax.records import Episode, Lease
 
 
+def write_finished(flow: Flow) -> None:
+    """Write the line of each evaluation that is over; beside the event loop where it runs."""
+    if not flow.evaluations.unwritten():
+        return
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(flow.evaluations.write_finished())
+    else:
+        flow.evaluations.start_writing()
+
+
 def lease(
     flow: Flow, worker: str, slots: int, kind: Kind | None = None, playable: Capabilities = ANYTHING
 ) -> list[Lease]:
     flow.groups.expire()
-    flow.evaluations.write_finished()
+    write_finished(flow)
     return flow.leases.lease(
         worker,
         slots,
@@ -21,7 +35,7 @@ def lease(
 
 def accept_all(flow: Flow, played: list[tuple[str, Episode]], *, worker: str = "") -> list[bool]:
     counted = flow.groups.accept_all(played, worker=worker)
-    flow.evaluations.write_finished()
+    write_finished(flow)
     return counted
 
 
@@ -32,7 +46,7 @@ def accept(flow: Flow, lease_id: str, episode: Episode) -> bool:
 
 def give_back(flow: Flow, lease_ids: list[str], error: str) -> None:
     flow.groups.give_back(lease_ids, error)
-    flow.evaluations.write_finished()
+    write_finished(flow)
 
 
 def take(flow: Flow, policy: str, step: int) -> Assigned | None:

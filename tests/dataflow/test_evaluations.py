@@ -80,7 +80,7 @@ def test_a_message_costs_no_more_where_an_evaluation_is_large(tmp_path):
         flow.report_serving("agent", 0)
         steps: list[None] = []
         flow.ledger._db.set_progress_handler(lambda: steps.append(None), 1)  # noqa: B023 - SQLite's own steps
-        flow.evaluations.write_finished()
+        flow.evaluations.start_writing()
         assert not flow.evaluations.finished and flow.evaluations.pinned("agent") == [0]
         asked[tasks] = len(steps)
         flow.close()

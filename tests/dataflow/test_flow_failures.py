@@ -123,7 +123,9 @@ def test_an_evaluation_that_was_in_when_the_process_died_is_told_of_by_the_next(
         flow.ledger.accept(lease.lease_id, played(lease, version=0))  # and before anything else, the process dies
     flow.close()
     assert not [line for line in read_metrics(tmp_path) if line["kind"] == "eval"]
-    make_flow(tmp_path).close()
+    flow = make_flow(tmp_path)
+    flows.write_finished(flow)
+    flow.close()
     assert [line["episodes"] for line in read_metrics(tmp_path) if line["kind"] == "eval"] == [5]
 
 

@@ -4,6 +4,7 @@ SQLite's own limit on pages stands for the disk: it fails where a full one does,
 """
 
 import asyncio
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -103,17 +104,29 @@ def test_the_line_of_a_batch_or_evaluation_that_the_disk_refused_is_written_late
     metrics.unlink(missing_ok=True)
     metrics.symlink_to("/dev/full")
 
+    async def ask() -> None:
+        await asyncio.sleep(0.01)
+        await service.answer("lease", {"worker": "w", "slots": 1}, hold_s=0.0)
+
     async def main() -> None:
         leases = flows.lease(flow, "w", 100)
         assert {lease.kind for lease in leases} == {"train", "eval"}
         items = [{"lease_id": lease.lease_id, "episode": played(lease, version=0)} for lease in leases]
-        with pytest.raises(Busy):
-            await service.answer("episodes", {"worker": "w", "items": items})
+        await service.answer("episodes", {"worker": "w", "items": items})
         with pytest.raises(Busy):
             await service.answer("batch", {"policy": "agent", "step": 0, "epoch": 1})
-        metrics.unlink()
-        await service.answer("batch", {"policy": "agent", "step": 0, "epoch": 1})
-        await service.answer("lease", {"worker": "w", "slots": 1}, hold_s=0.0)
+        async with asyncio.timeout(60.0):
+            with pytest.raises(Busy):  # once it is known that the evaluation's line could not be written
+                while True:
+                    await ask()
+            with pytest.raises(Busy):  # and while that is tried again
+                await ask()
+            metrics.unlink()
+            await service.answer("batch", {"policy": "agent", "step": 0, "epoch": 1})
+            while flow.evaluations.unwritten():
+                with contextlib.suppress(Busy):
+                    await ask()
+            await ask()
 
     asyncio.run(main())
     assert sorted(entry["kind"] for entry in read_metrics(tmp_path)) == ["batch", "eval"]

@@ -249,7 +249,7 @@ def test_a_version_that_an_evaluation_is_pinned_to_can_be_had_until_that_is_over
             assert level(tmp_path / "joins", 0) == level(tmp_path / "node", 0)
             for lease in servers.flow.leases.lease("w", 100, Capabilities(kinds=frozenset({"eval"}))):
                 servers.flow.groups.accept_all([(lease.lease_id, played(lease, version=0))])
-            servers.flow.evaluations.write_finished()
+            await servers.flow.evaluations.write_finished()
             await joins.update()
             assert 0 not in committed_steps(tmp_path / "joins/checkpoints/agent"), "it is over"
 
