@@ -25,6 +25,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from flowjax.monitor.token import known_run_id
 from flowjax.records import pack
 from flowjax.run import Run
 from flowjax.weights.delta import pack_folder
-from flowjax.weights.publish import CheckpointError, commit_of, committed_steps
+from flowjax.weights.publish import CheckpointError, commit_of, newest_first
 
 PACKED = "packed"  # folder of the run with versions on their way
 KEPT = 3  # newest versions of a policy there, needed or not
@@ -108,8 +109,8 @@ class RunFiles:
     def _needed(self, policy: str) -> dict[int, str]:
         """Versions of a policy that may be needed, and their commits."""
         folder = self._run.folder / "checkpoints" / policy
-        steps = committed_steps(folder)
-        oldest = min(self._oldest_needed(policy), max(steps, default=0))
+        oldest = min(self._oldest_needed(policy), next(newest_first(folder), 0))
+        steps = takewhile(lambda step: step >= oldest, newest_first(folder))
         # Listed a moment ago, and perhaps thinned out since.
         known = {step: self._commit(policy, step) for step in {*self._pinned(policy), *steps} if step >= oldest}
         return {step: commit for step, commit in sorted(known.items()) if commit is not None}

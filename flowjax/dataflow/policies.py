@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flowjax.run import Policy, Run
-from flowjax.weights.publish import commit_of, committed_steps
+from flowjax.weights.publish import commit_of, committed_steps, newest_first
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +93,7 @@ class PolicyStatus:
         this number is another by now. False where nobody knows, as of one that was thinned out."""
         known = {version: commit_of(self.checkpoints, version) for version in commits}
         absent = [version for version, commit in known.items() if commit is None]
-        newest = max(committed_steps(self.checkpoints), default=math.inf) if absent else math.inf
+        newest = next(newest_first(self.checkpoints), math.inf) if absent else math.inf
         return max(absent, default=-1) > newest or any(
             known[version] not in (None, commit) for version, commit in commits.items()
         )

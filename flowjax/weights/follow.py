@@ -18,12 +18,13 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
 from flowjax.monitor.trouble import explain
 from flowjax.weights.hand_over import EngineWeights, HandOver, ServedNames, make_folder, remove_unfinished
-from flowjax.weights.publish import CheckpointError, commit_of, committed_steps
+from flowjax.weights.publish import CheckpointError, commit_of, committed_steps, newest_first
 from flowjax.workflows import UNVERSIONED, served_version
 
 _log = logging.getLogger(__name__)
@@ -172,13 +173,14 @@ class Follower:
         """Versions of a policy that may still be asked for and can be had here without taking anything from others: in
         place those that an engine serves, else also those that it has not loaded. None newer than the newest that is
         committed: a trainer that went back has lost it."""
-        committed = committed_steps(self._run_dir / "checkpoints" / policy)
+        oldest = self._oldest_needed[policy]
+        committed = list(takewhile(lambda step: step >= oldest, newest_first(self._run_dir / "checkpoints" / policy)))
         if self._hand_overs[policy].in_place:
             names, known = self.listing(), set[int]()
         else:
             names, known = {folder.name for folder in self._adapters.glob(f"{policy}@*")}, set(committed)
         known |= {version for owner, version in map(served_version, names) if owner == policy}
-        newest, oldest = max(committed, default=UNVERSIONED), self._oldest_needed[policy]
+        newest = max(committed, default=UNVERSIONED)
         return sorted(version for version in known if oldest <= version <= newest)
 
     def keep_from(self, policy: str, version: int) -> None:
@@ -301,7 +303,7 @@ class Follower:
         return any(name in served.observed for served in self._served)
 
     def _newest(self, policy: str) -> int | None:
-        return max(committed_steps(self._run_dir / "checkpoints" / policy), default=None)
+        return next(newest_first(self._run_dir / "checkpoints" / policy), None)
 
     async def _reconcile(self, served: _Served) -> None:
         for policy in self._policies:

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,18 +51,21 @@ class Restored:
     data: dict[str, Any]
 
 
-def committed_steps(directory: Path) -> list[int]:
-    """Steps published in `directory`, ascending. Cheap enough to poll: one listing, no manager.
+def newest_first(directory: Path) -> Iterator[int]:
+    """Steps published in `directory`, each looked at when it is asked for: however many are kept, the first few are
+    cheap enough to poll. One listing, no manager.
 
     Orbax writes into a folder of another name, puts the marker there and renames it last (where renames are not atomic
     it writes in place and the marker alone commits), so a numbered folder with a marker is complete.
     """
-    try:
-        with os.scandir(directory) as entries:
-            names = [entry.name for entry in entries if entry.name.isdecimal()]
-    except FileNotFoundError:
-        return []
-    return sorted(int(name) for name in names if (directory / name / COMMIT_MARKER).exists())
+    with suppress(FileNotFoundError), os.scandir(directory) as entries:
+        steps = sorted((int(entry.name) for entry in entries if entry.name.isdecimal()), reverse=True)
+        yield from (step for step in steps if (directory / str(step) / COMMIT_MARKER).exists())
+
+
+def committed_steps(directory: Path) -> list[int]:
+    """Steps published in `directory`, ascending."""
+    return sorted(newest_first(directory))
 
 
 def whole_steps(directory: Path) -> list[int]:
@@ -314,7 +317,7 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The newest committed step, or None before the first."""
-        return max(self.committed_steps(), default=None)
+        return next(newest_first(self.directory), None)
 
     def close(self) -> None:
         with self._lock:
@@ -394,9 +397,8 @@ def _unboxed(tree: Any) -> Any:
 def _committed_path(directory: Path, step: int) -> Path:
     path = Path(directory).absolute() / str(step)
     if not (path / COMMIT_MARKER).exists():
-        steps = committed_steps(directory)
-        found = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
-        raise CheckpointError(f"there is no committed checkpoint of step {step} in {directory}: {found}")
+        found = ", ".join(map(str, committed_steps(directory))) or "none"
+        raise CheckpointError(f"there is no committed checkpoint of step {step} in {directory}: it has {found}")
     return path
 
 

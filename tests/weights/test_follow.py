@@ -18,7 +18,7 @@ from flowjax.run import resolve
 from flowjax.weights import follow
 from flowjax.weights.follow import Follower, WeightsError, _Retry
 from flowjax.weights.hand_over import PeftHandOver, hand_over, write_peft_folder
-from flowjax.weights.publish import CheckpointError, Checkpoints, read_adapter
+from flowjax.weights.publish import COMMIT_MARKER, CheckpointError, Checkpoints, read_adapter
 from flowjax.workflows import served_version
 
 
@@ -286,20 +286,44 @@ def test_gives_up_where_this_machine_cannot_see_the_versions(tmp_path, engine, m
 
 
 def test_a_checkpoint_that_vanishes_between_listing_and_reading_is_passed_over(tmp_path, engine, monkeypatch):
-    listed = follow.committed_steps
+    listed = follow.newest_first
 
     async def scenario():
         run = Run(tmp_path, engine)
         run.publish(1)
-        monkeypatch.setattr(follow, "committed_steps", lambda directory: [*listed(directory), 2])
+        monkeypatch.setattr(follow, "newest_first", lambda directory: iter([2, *listed(directory)]))
         async with run.following() as follower:
             await asyncio.sleep(0.1)
-            monkeypatch.setattr(follow, "committed_steps", listed)
+            monkeypatch.setattr(follow, "newest_first", listed)
             await asyncio.wait_for(follower.ready(), 120)
             assert follower.current("agent")[0] == 1
         assert engine.calls == ["load agent@1"]
 
     asyncio.run(scenario())
+
+
+def test_looking_for_the_newest_version_costs_no_more_where_many_are_kept(tmp_path, engine, monkeypatch):
+    """Every look was at each of them, for each engine and policy fifty times a second: with `keep_every_steps` and a
+    disk over the network the event loop did nothing else."""
+    looked_at: list[Path] = []
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path, **how: looked_at.append(path) or exists(path, **how))
+    counts = []
+    for kept in (3, 60):
+        folder = tmp_path / str(kept)
+        run = Run(folder, engine)
+        for step in range(kept + 1):
+            (folder / "checkpoints" / "agent" / str(step)).mkdir()
+            if step < kept:  # the newest is not committed yet
+                (folder / "checkpoints" / "agent" / str(step) / COMMIT_MARKER).touch()
+        run.follower.keep_from("agent", kept - 2)
+        looked_at.clear()
+        assert run.follower._newest("agent") == kept - 1
+        assert not run.follower.lost(f"agent@{kept - 1}") and run.follower.lost(f"agent@{kept}")
+        assert run.follower.held("agent") == [kept - 2, kept - 1]
+        counts.append(len(looked_at))
+        run.checkpoints.close()
+    assert counts[0] == counts[1] > 0
 
 
 def test_an_old_version_can_be_asked_for_again(tmp_path, engine):
