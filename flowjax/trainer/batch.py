@@ -6,6 +6,7 @@ compiled. A micro-batch of shorter rows has more of them: its number of token sl
 give that up: they have as many slots as their tokens need, in more shapes.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,19 +171,25 @@ def _row_count(rows: int, multiple: int) -> int:
 
 def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices per bin: the longest first, each into the fullest bin that has room for it."""
-    # Bins by the room that is left: a look-up costs one pass over the distinct rooms, not over all bins.
     bins: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}
+    by_room: dict[int, list[int]] = {}  # open bins, by the room that is left
+    rooms: list[int] = []  # those of them that there are, ascending
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        need = lengths[index]
-        room = min((room for room, open_bins in by_room.items() if room >= need and open_bins), default=None)
-        if room is None:
+        place = bisect_left(rooms, lengths[index])
+        if place == len(rooms):
             bins.append([])
             chosen, room = len(bins) - 1, capacity
         else:
+            room = rooms[place]
             chosen = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[place]
         bins[chosen].append(index)
-        by_room.setdefault(room - need, []).append(chosen)
+        left = room - lengths[index]
+        if left not in by_room:
+            by_room[left] = []
+            insort(rooms, left)
+        by_room[left].append(chosen)
     return bins
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowjax.records import TokenRow
-from flowjax.trainer.batch import BatchError, pack, packing_order, row_buckets, swapped
+from flowjax.trainer.batch import BatchError, _best_fit_decreasing, pack, packing_order, row_buckets, swapped
 
 
 def row(length: int, sampled_places: list[int], start: int = 100) -> TokenRow:
@@ -160,3 +160,52 @@ def test_tokens_after_new_weights_came_are_told_from_a_later_reply_of_a_newer_ve
         False,
         False,
     ]
+
+
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The longest first, each into the bin that it leaves the least room in; of several, the one filled last."""
+    bins: list[tuple[list[int], int]] = []  # the last filled at the end
+    opened: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [at for at, (_, room) in enumerate(bins) if room >= lengths[index]]
+        if fitting:
+            members, room = bins.pop(min(fitting, key=lambda at: (bins[at][1], -at)))
+        else:
+            members, room = [], capacity
+            opened.append(members)
+        members.append(index)
+        bins.append((members, room - lengths[index]))
+    return opened
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 20), max_size=60), st.integers(20, 45))
+def test_each_sequence_goes_where_it_leaves_the_least_room(lengths, capacity):
+    assert _best_fit_decreasing(lengths, capacity) == best_fit(lengths, capacity)
+
+
+class Counted(int):
+    """A length that counts how often it is compared."""
+
+    comparisons = 0
+
+    def __lt__(self, other: int) -> bool:
+        Counted.comparisons += 1
+        return int(self) < int(other)
+
+    def __le__(self, other: int) -> bool:
+        Counted.comparisons += 1
+        return int(self) <= int(other)
+
+    def __gt__(self, other: int) -> bool:
+        Counted.comparisons += 1
+        return int(self) > int(other)
+
+
+def test_packing_many_sequences_into_long_rows_does_not_look_at_every_room_for_each():
+    """25,600 of them into rows of 16,384 took 13 s, three times a step."""
+    lengths = np.random.default_rng(0).integers(300, 2500, 3000).tolist()
+    Counted.comparisons = 0
+    bins = _best_fit_decreasing([Counted(length) for length in lengths], 16_384)
+    assert sorted(index for members in bins for index in members) == list(range(3000))
+    assert 0 < Counted.comparisons < 3000 * 20
