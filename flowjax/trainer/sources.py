@@ -25,6 +25,8 @@ Unusable = Callable[[str, Sequence[TokenRow]], Mapping[str, str]]
 Mismatches = Mapping[str, tuple[float, int]]
 NO_MISMATCHES: Mismatches = MappingProxyType({})
 _MOST_MISMATCHES = 512  # in one message
+_PIECE_BYTES = 64 * 1024**2  # of a batch that goes from one process to the others
+_SIZE_BYTES = 8  # of the number of its bytes: 4 are too few for a long batch, and no integer of 8 goes without x64
 
 
 class SourceError(RuntimeError):
@@ -199,9 +201,20 @@ class Shared:
             return served
         sent = pack({f.name: getattr(served, f.name) for f in fields(Served)}) if served is not None else b""
         # Its size first: a broadcast takes arrays of one shape in every process.
-        size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
-        data = np.frombuffer(sent, np.uint8) if sent else np.zeros(size, np.uint8)
-        return Served(**unpack(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes()))
+        size = _from_first(len(sent).to_bytes(_SIZE_BYTES, "little"), _SIZE_BYTES)
+        return Served(**unpack(_from_first(sent, int.from_bytes(size, "little"))))
+
+
+def _from_first(sent: bytes, size: int) -> bytes:
+    """The bytes that the first process sends, so many, in every process. They go by way of the devices, where a whole
+    batch may have no room."""
+    pieces = (
+        np.frombuffer(sent, np.uint8, min(_PIECE_BYTES, size - start), start)
+        if is_first()
+        else np.zeros(min(_PIECE_BYTES, size - start), np.uint8)
+        for start in range(0, size, _PIECE_BYTES)
+    )
+    return b"".join(np.asarray(multihost_utils.broadcast_one_to_all(piece)).tobytes() for piece in pieces)
 
 
 def is_first() -> bool:

@@ -5,8 +5,10 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 
 from flowjax.broker import DataflowError, connect
@@ -14,6 +16,7 @@ from flowjax.config import ConfigError, default_config
 from flowjax.dataflow.server import limits
 from flowjax.records import Bounds, pack, unpack
 from flowjax.run import resolve
+from flowjax.trainer import sources
 from flowjax.trainer.sources import NO_MISMATCHES, DataflowSource, Mismatches, Served, Shared, SourceError
 
 BATCH = pack({"state": "run", "policy": "agent", "rows": [], "totals": {}, "dropped": 0})
@@ -116,3 +119,38 @@ def test_the_first_process_fetches_the_batch_that_was_asked_for():
         shared.ask({"agent": version})
         threading.Thread(target=lambda: answers.put(shared.take()), daemon=True).start()
         assert answers.get(timeout=30).totals == {"agent": version}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_batch_goes_to_every_process_in_pieces_with_its_size_in_whole_bytes(monkeypatch, number):
+    """Its size was an int32, which one of 2 GiB does not fit into, and all of it went to every device at once."""
+    expected = Served("agent", [], {"agent": 3.0, "filler": 0.0}, dropped=2)
+    sent = pack({name: getattr(expected, name) for name in ("policy", "rows", "totals", "dropped")})
+    of_first = [len(sent).to_bytes(8, "little"), *(sent[start : start + 10] for start in range(0, len(sent), 10))]
+    given = []
+
+    def broadcast(piece: np.ndarray) -> np.ndarray:
+        first = np.frombuffer(of_first[len(given)], np.uint8)
+        given.append(piece.tobytes())
+        assert piece.dtype == np.uint8 and piece.shape == first.shape, "alike in every process"
+        return first
+
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 10)
+    monkeypatch.setattr(sources.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(sources.jax, "process_index", lambda: number)
+    monkeypatch.setattr(sources.multihost_utils, "broadcast_one_to_all", broadcast)
+    shared = Shared(Answering(expected))
+    shared.ask({"agent": 3})
+    assert shared.take() == expected
+    assert len(given) == len(of_first) and (given == of_first) == (number == 0)
+    assert sources._from_first(b"", 0) == b""
+
+
+@dataclass(frozen=True)
+class Answering(Counting):
+    """A source of one batch."""
+
+    served: Served
+
+    def batch(self, steps: Mapping[str, int]) -> Served:
+        return self.served
