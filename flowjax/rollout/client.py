@@ -259,6 +259,8 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
         self._open: dict[_Key, _Batch] = {}
         self._sending: set[asyncio.Task[None]] = set()
+        self._probe: asyncio.Task[bool] | None = None  # the newest
+        self._probed_s = 0.0  # when it began
 
     @property
     def members(self) -> Sequence["EngineClient"]:
@@ -280,9 +282,11 @@ class EngineClient:
                 batch.timer.cancel()
             _fail(batch, EngineError("the engine client was closed"))
         self._open.clear()
-        for task in self._sending:
+        tasks = [*self._sending, *([self._probe] if self._probe is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._sending, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._probe = None
         if self._session is not None:
             await self._session.close()
 
@@ -372,6 +376,14 @@ class EngineClient:
             self.trouble = explain(error) or str(error) or type(error).__name__
         return not self.trouble
 
+    async def _probed(self) -> bool:
+        """As `healthy`, asked once every _PROBE_EVERY_S for all requests under way, however many they are."""
+        clock = asyncio.get_running_loop().time
+        if self._probe is None or (self._probe.done() and clock() - self._probed_s >= _PROBE_EVERY_S):
+            self._probe, self._probed_s = asyncio.create_task(self.healthy()), clock()
+        await asyncio.wait({self._probe})  # which leaves it to the others where this request is given up
+        return self._probe.result()
+
     async def load(self) -> Load:
         """Ask how busy the engine is; `preemptions` are those since this was asked first.
 
@@ -436,7 +448,7 @@ class EngineClient:
             try:
                 # A long reply and a dead engine look alike from here: /health tells one from the other.
                 while not (await asyncio.wait({attempt}, timeout=_PROBE_EVERY_S))[0]:
-                    if await self.healthy():
+                    if await self._probed():
                         alive_s = clock()
                     elif clock() - alive_s > self._timeout_s:
                         raise _Away("no answer to /health")

@@ -6,6 +6,7 @@ What a real vLLM answers is tested in test_rollout_engine.py.
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -229,6 +230,31 @@ def test_long_requests_of_a_living_engine_are_waited_for(script, monkeypatch):
     completion = _run(lambda client: client.generate("base", [1], SAMPLING), script, request_timeout_s=1.0)
     assert completion.sampled_ids == (1,)
     assert len(script.requests) == 1
+
+
+def test_requests_under_way_share_the_probes_of_the_engine(script, monkeypatch):
+    """512 of them asked for its health about a hundred times a second."""
+    monkeypatch.setattr(client_module, "_PROBE_EVERY_S", 0.2)
+    script.delay_s, calls = 1.5, 40
+
+    async def ask(client):
+        healthy, asked_s = client.healthy, []
+
+        async def counted() -> bool:
+            asked_s.append(client._probed_s)
+            return await healthy()
+
+        monkeypatch.setattr(client, "healthy", counted)
+        waiting = []
+        for _ in range(calls):
+            waiting.append(asyncio.create_task(client.generate("base", [1], SAMPLING)))
+            await asyncio.sleep(0.01)
+        assert len(await asyncio.gather(*waiting)) == calls
+        return asked_s
+
+    asked_s = _run(ask, script, prompts_per_request=1)
+    assert len(script.requests) == calls and len(asked_s) > 1
+    assert all(later - earlier >= 0.2 for earlier, later in itertools.pairwise(asked_s))
 
 
 def test_unknown_model_has_its_own_error_at_once(script):
