@@ -34,7 +34,6 @@ from flowjax.launch.supervisor import Role
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.sinks import check_sinks
 from flowjax.monitor.token import is_loopback
-from flowjax.records import most_turns
 from flowjax.run import Base, Engine, Run
 
 _PROBE_TIMEOUT_S = 600.0  # it takes seconds; a busy machine must not pass for a fault of the config
@@ -257,6 +256,8 @@ def render_plan(
 
 def batch_lines(run: Run) -> list[tuple[str, str]]:
     """Arithmetic of one step and of the run, from the config alone."""
+    from flowjax.records import most_turns  # which imports JAX: only a plan needs it
+
     config, trainer, rollout = run.config, run.config.trainer, run.config.rollout
     episodes = trainer.groups_per_step * rollout.group_size
     most, several = most_turns(run), len(run.agents) > 1
