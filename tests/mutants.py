@@ -93,8 +93,8 @@ NAMED = (
     ("_gate", '"checker" in roles and ', ""),
     ("measure", 'roles.get(call.operator) == "checker"', 'roles.get(call.operator) != "solver"'),
     ("remaining_s", "last - (", "last + ("),
-    ("_pace_s", "lines[1:]", "lines"),
-    ("_pace_s", "maxlen=2 * RECENT_STEPS", "maxlen=None"),
+    ("_pace_s", "max(1, ", "max(0, "),
+    ("_pace_s", "max(1, len(lines) - 2 * RECENT_STEPS)", "1"),
     (
         "_apply",
         "optax.apply_updates(trained, updates)",
