@@ -52,8 +52,8 @@ class Leases:
     No policy waits for another: the groups that a slower one has no use for in time are dropped for it alone. But where
     all are within a batch of each other, a group is opened when all have room, or when one lacks a whole batch: opened
     for one alone it would be too old at the others' turn, and as many again would be opened for these. Where one
-    trainer has them all, in turns, what will be opened at the others' turn counts as there while it has a batch of the
-    one that lacks.
+    trainer has them all, in turns, a policy of which it still holds a batch can do with what will be opened for all at
+    the others' turn.
 
     A worker that serves a version more than `max_staleness` behind the newest plays evaluations only, until it has
     caught up; one that is behind at all is given nothing that was opened for a newer version. One that is much slower

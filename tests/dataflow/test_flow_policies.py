@@ -16,9 +16,12 @@ from tests.dataflow import flows
 GROUPS, MEMBERS, STEPS = 2, 2, 6
 
 
-def make_flow(folder: Path, eval_every_steps: int = 0, *, alike: bool = False, **dataflow) -> Flow:
-    """`alike`: both policies have the same number of steps and groups."""
+def make_flow(
+    folder: Path, eval_every_steps: int = 0, *, alike: bool = False, separate: bool = False, **dataflow
+) -> Flow:
+    """`alike`: both policies have the same number of steps and groups; `separate`: each has its own trainer."""
     config = default_config()
+    config.separate_trainers = separate
     config.eval.every_steps = eval_every_steps
     config.rollout.group_size = MEMBERS
     config.trainer.update({"steps": STEPS, "groups_per_step": GROUPS})
@@ -108,9 +111,10 @@ def test_policies_that_take_turns_have_their_groups_in_common(tmp_path, ahead, m
     flow.close()
 
 
-def test_a_policy_whose_trainer_has_no_batch_of_it_has_groups_of_its_own(tmp_path):
-    """The other one's turn may be long, or not come."""
-    flow = make_flow(tmp_path, alike=True)
+@pytest.mark.parametrize("separate", [False, True], ids=["one trainer", "two trainers"])
+def test_a_policy_whose_trainer_has_no_batch_of_it_has_groups_of_its_own(tmp_path, separate):
+    """The other one's turn may be long, or not come; with a trainer of its own a policy has no turn to wait for."""
+    flow = make_flow(tmp_path, alike=True, separate=separate)
     versions = {"solver": 0, "verifier": 0}
     for policy in versions:
         serve(flow, policy, 0)
@@ -121,10 +125,11 @@ def test_a_policy_whose_trainer_has_no_batch_of_it_has_groups_of_its_own(tmp_pat
     versions["solver"] = 1
     serve(flow, "solver", 1)
     assert flows.credited(flow, "solver", 1)
-    assert play(flow, versions, both=True) == 0, "the verifier's turn comes first"
+    opened = play(flow, versions, both=True)
+    assert opened == (GROUPS * MEMBERS if separate else 0), "the verifier's turn comes first where one has both"
     versions["solver"] = 2
     serve(flow, "solver", 2)
-    assert play(flow, versions, both=True) >= GROUPS * MEMBERS
+    assert opened + play(flow, versions, both=True) >= GROUPS * MEMBERS
     assert flows.credited(flow, "solver", 2)
     flow.close()
 
