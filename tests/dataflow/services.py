@@ -170,9 +170,7 @@ class Simulation:
                     for each in self._trainers:
                         each.idle_since_s = self._now_s
                 if not trainer.training:
-                    trainer.waited_s += self._now_s - trainer.idle_since_s
-                    trainer.training, trainer.fetched = trainer.fetched, ""
-                    self._at(self._now_s + self._step_s, partial(self._commit, trainer))
+                    self._train(trainer)
 
     def _take(self, trainer: _Trainer) -> bool:
         """Have the trainer take the next batch of one of its policies, of the one that is behind first."""
@@ -184,11 +182,15 @@ class Simulation:
             self._batches[taken[0]] += 1
         return taken is not None
 
+    def _train(self, trainer: _Trainer) -> None:
+        trainer.waited_s += self._now_s - trainer.idle_since_s
+        trainer.training, trainer.fetched = trainer.fetched, ""
+        self._at(self._now_s + self._step_s, partial(self._commit, trainer))
+
     def _commit(self, trainer: _Trainer) -> None:
         policy, trainer.training, trainer.idle_since_s = trainer.training, "", self._now_s
         if trainer.fetched:
-            trainer.training, trainer.fetched = trainer.fetched, ""
-            self._at(self._now_s + self._step_s, partial(self._commit, trainer))
+            self._train(trainer)
         self._commits_s[policy].append(self._now_s)
         self._flow.batches.commit(policy, len(self._commits_s[policy]))
         for service in self._services:
