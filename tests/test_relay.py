@@ -368,7 +368,7 @@ def test_whatever_else_is_sent_to_the_subject_is_answered_and_passed_on_to_nobod
         with nats_server() as server:
             async with way(tmp_path, server) as there:
                 for message in HOSTILE:
-                    answer = await there.line.connection().request(f"flowjax.{RUN_ID}", message, timeout=30)
+                    answer = await there.line.connection().request(f"flowjax.{RUN_ID}", message, timeout=120)
                     head, (reason, *_) = msgpack.unpackb(answer.data)
                     assert head.keys() <= {"lost", "status", "headers"} and head.get("status", 401) == 401, message
                     assert reason
@@ -388,7 +388,7 @@ def test_a_body_whose_sender_has_gone_is_given_up(tmp_path, monkeypatch):
                 head = {"id": "a", "method": "POST", "path": "/x", "headers": bearer(there.key)}
                 before = len(asyncio.all_tasks())
                 message = bytes(msgpack.packb([head, [b"", 50 * 10**6, "_INBOX.nobody"]]) or b"")
-                answer = await there.line.connection().request(f"flowjax.{RUN_ID}", message, timeout=30)
+                answer = await there.line.connection().request(f"flowjax.{RUN_ID}", message, timeout=120)
                 head, (reason, *_) = msgpack.unpackb(answer.data)
                 assert head == {"lost": True} and b"a part did not come" in reason
                 assert not there.heard

@@ -91,7 +91,7 @@ def test_a_request_waits_for_an_engine_that_restarts(config: ConfigDict, tmp_pat
     time.sleep(1.0)  # nobody listens yet
     assert episode.is_alive() and not outcomes
     with endpoint(lambda body: chat("Answer: 5"), port=config.engine.port):
-        episode.join(30)
+        episode.join(120)
     assert outcomes and outcomes[0]["success"] == 1.0
 
 

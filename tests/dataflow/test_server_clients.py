@@ -64,7 +64,7 @@ async def client(url: str, token: str = "", worker: str = "w") -> AsyncIterator[
 
 
 def trainers(url: str, token: str = "") -> DataflowSource:
-    return DataflowSource(partial(connect, url, token=token), timeout_s=20.0)
+    return DataflowSource(partial(connect, url, token=token), timeout_s=60.0)
 
 
 async def claimed(url: str, token: str = "", policies: Collection[str] = ("agent",)) -> DataflowSource:
@@ -91,7 +91,7 @@ def test_beyond_loopback_both_ends_show_the_token(tmp_path):
             with pytest.raises(DataflowError, match="token"):
                 await asyncio.to_thread(trainers(url).batch, {"agent": 0})
             with pytest.raises(urllib.error.HTTPError, match="401"):
-                await asyncio.to_thread(urllib.request.urlopen, f"{url}/status", timeout=5)
+                await asyncio.to_thread(urllib.request.urlopen, f"{url}/status", timeout=60)
 
     asyncio.run(scenario())
 
@@ -231,9 +231,9 @@ def test_an_evaluation_gets_past_those_that_wait_for_the_trainer(tmp_path):
             flow.policies["agent"].run.config.dataflow.max_ready_groups = 3
             ahead = [asyncio.create_task(post(lease)) for lease in train[4:44]]
             await asyncio.sleep(0.1)
-            started_s = time.monotonic()
             assert await post(held_out) == 200
-            assert time.monotonic() - started_s < 6.0, "four at a time for a second each would be ten"
+            refused = sum(task.done() for task in ahead)
+            assert refused < 24, "it does not wait until all forty are refused, four at a time for a second each"
             assert set(await asyncio.gather(*ahead)) == {429}
 
     asyncio.run(scenario())
@@ -275,6 +275,6 @@ def test_a_node_hears_of_the_end_before_the_dataflow_is_gone(tmp_path, monkeypat
             while not asked:
                 await asyncio.sleep(0.01)
             monkeypatch.setattr(Flow, "finished", True)
-        await asyncio.wait_for(hears, 30)
+        await asyncio.wait_for(hears, 120)
 
     asyncio.run(scenario())

@@ -156,7 +156,7 @@ def test_the_second_of_two_trainers_fences_the_first(tmp_path):
 
 
 async def _source(dataflow: Dataflow) -> DataflowSource:
-    source = DataflowSource(partial(connect, str(dataflow.server.make_url("/"))), timeout_s=10.0)
+    source = DataflowSource(partial(connect, str(dataflow.server.make_url("/"))), timeout_s=60.0)
     await asyncio.to_thread(source.claim, {"agent": 0})
     return source
 

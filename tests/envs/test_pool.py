@@ -105,7 +105,7 @@ def test_what_hangs_or_crashes_costs_its_own_episode(last_action: str, status: s
                 await env.step("1")
         await asyncio.gather(*siblings)
 
-    counts = run(episode, step_timeout_s=2.0).counts
+    counts = run(episode, step_timeout_s=5.0).counts
     assert (counts.timeouts, counts.crashes) == ((1, 0) if status == "timeout" else (0, 1))
     assert counts.replays == 6
 
@@ -196,7 +196,7 @@ def test_two_hanging_episodes_on_one_worker_cost_one_worker_each():
     async def episode(pool: EnvPool) -> None:
         await asyncio.gather(hang(pool), hang(pool))
 
-    assert run(episode, step_timeout_s=2.0).counts.timeouts == 2
+    assert run(episode, step_timeout_s=5.0).counts.timeouts == 2
 
 
 @pytest.mark.parametrize("world", [UNRULY, "waiting_world:Waiting"])
@@ -311,7 +311,7 @@ def test_a_cancelled_step_leaves_the_pool_in_order():
         async with pool.session(UNRULY, {}) as env:
             assert (await env.reset(counter(7), 0)).text == "7"
 
-    assert run(episode, step_timeout_s=2.0).counts.timeouts == 1
+    assert run(episode, step_timeout_s=5.0).counts.timeouts == 1
 
 
 def test_workers_go_when_their_parent_is_killed():

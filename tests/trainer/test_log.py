@@ -18,7 +18,7 @@ def test_each_policys_newest_step_is_told(tmp_path):
         status.update({"policy": "solver", "step": 4, "loss": 0.5, "staleness_max": 1})
         told = read_status(tmp_path, "trainer")
         assert told["policies"] == {"solver": {"step": 4}, "verifier": {"step": 0}}
-        with urllib.request.urlopen(told["metrics_url"], timeout=5) as answer:
+        with urllib.request.urlopen(told["metrics_url"], timeout=60) as answer:
             text = answer.read().decode()
     assert 'flowjax_trainer_policy_step{policy="solver"} 4\n' in text
     assert 'flowjax_trainer_policy_step{policy="verifier"} 0\n' in text
