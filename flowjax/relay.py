@@ -6,12 +6,13 @@ At the node's end roles speak to loopback, as if the dataflow listened there. At
 dataflow, with their keys: what it means and who may say it is for the dataflow alone (docs/dataflow.md). NATS carries
 and keeps nothing. What is lost on the way is sent again by who said it, as it is where HTTP goes all the way.
 
-    flowjax.<run id>         requests [{id, method, path, headers}, body], answered with [{status, headers}, body]
-                             or [{lost}, body], a reason
+    flowjax.<run id>         requests [{id, method, path, headers, zstd}, body], answered with [{status, headers},
+                             body] or [{lost}, body], a reason
     flowjax.<run id>.gone    ids of requests whose senders have gone
 
 in msgpack. A body is [bytes, size, subject]: its beginning, its size, and where the rest is to be had, which does not
-fit into one message. "<first> <bytes>" asks for a part of it there, nothing says that all of it has come.
+fit into one message. "<first> <bytes>" asks for a part of it there, nothing says that all of it has come. `zstd` says
+that the body of a request is compressed: the turns of an episode repeat each other's prompts.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgpack
+import zstandard
 from absl import logging
 from aiohttp import web
 from yarl import URL
@@ -53,6 +55,8 @@ _VARIABLES["inbox_prefix"] = "NATS_INBOX_PREFIX"
 _CONNECTIONS = 8  # where a packet in a hundred is lost each is slow, however wide the line is
 _PART_BYTES, _PARTS_AT_ONCE = 256 * 1024, 8
 _HEAD_BYTES = 8 * 1024  # of a message, beside the part of a body
+_SHORT_BYTES, _WORTH = 1024, 0.9  # bodies above are compressed, where at most this share of them is left
+_LEVEL = 1  # zstd's: 3 makes episodes hardly shorter and takes twice as long
 _DIAL_S = 10
 _FOR_EVER = -1  # attempts to reconnect, as nats-py counts them
 _ANSWER_S = 60.0  # the dataflow holds some back for 20 s
@@ -303,6 +307,43 @@ def _unpacked(message: bytes) -> tuple[dict[str, Any], _Parcel]:
     raise ValueError("no message of this version")
 
 
+async def _compressed(body: bytes) -> tuple[bytes, bool]:
+    """A body as it is sent, and whether that is compressed."""
+    if len(body) < _SHORT_BYTES:
+        return body, False
+    compress = zstandard.ZstdCompressor(level=_LEVEL).compress
+    packed = compress(body) if len(body) <= _PART_BYTES else await asyncio.to_thread(compress, body)
+    return (packed, True) if len(packed) <= _WORTH * len(body) else (body, False)
+
+
+def _whole_bytes(begin: bytes) -> int:
+    """The size that a compressed body says it has, which begins so. No more memory than that is taken for it.
+
+    Raises:
+        ValueError: it does not say so.
+    """
+    try:
+        size_bytes = zstandard.frame_content_size(begin)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"no body by zstd: {error}") from error
+    if size_bytes < 0:
+        raise ValueError("a compressed body that does not say how large it is")
+    return size_bytes
+
+
+async def _decompressed(body: bytes | bytearray, whole_bytes: int) -> bytes:
+    """A compressed body as it was, of at most `whole_bytes`.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    decompress = partial(zstandard.ZstdDecompressor().decompress, body, allow_extra_data=False)
+    try:
+        return decompress() if whole_bytes <= _PART_BYTES else await asyncio.to_thread(decompress)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a damaged body: {error}") from error
+
+
 # ----------------------------------------------------------------------------------------------------------------- ends
 
 
@@ -316,7 +357,8 @@ async def node_end(line: NatsLine, run_id: str, port: int = 0) -> AsyncIterator[
         request_id, done = secrets.token_hex(8), False
         head = {"id": request_id, "method": request.method, "path": request.raw_path, "headers": headers}
         try:
-            answer, body = await line.ask(f"flowjax.{run_id}", head, await request.read())
+            sent, head["zstd"] = await _compressed(await request.read())
+            answer, body = await line.ask(f"flowjax.{run_id}", head, sent)
             if "lost" in answer:
                 raise Lost(body.decode(errors="replace"))
             done = True
@@ -419,13 +461,17 @@ class RunEnd:
         node = None if accepts(headers, token) else known_node(self._run.folder, headers)
         if node is None and not accepts(headers, token):
             return {"status": 401, "headers": {}}, pack({"error": "show the key of a node (--invite)"})
-        if not body.subject or (node and node.sent_away):  # which the dataflow says without reading on
+        if node and node.sent_away:  # which the dataflow says without reading on
             return await self._passed_on(method, path, headers, body.begin)
-        if body.size_bytes > self._most_bytes:
+        compressed = head.get("zstd") is True
+        size_bytes = max(body.size_bytes, _whole_bytes(body.begin) if compressed else 0)
+        if size_bytes > self._most_bytes:
             reason = f"the body is over {self._most_bytes:,} bytes (config.dataflow.max_message_bytes): send less"
             return {"status": 413, "headers": {}}, pack({"error": reason})
-        async with self._large:
+        async with self._large if body.subject or size_bytes > _PART_BYTES else contextlib.nullcontext():
             content = await self._line.fetched(body, self._most_bytes)
+            if compressed:
+                content = await _decompressed(content, size_bytes)
             return await self._passed_on(method, path, headers, content)
 
     async def _passed_on(

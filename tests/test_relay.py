@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import msgpack
 import pytest
+import zstandard
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
@@ -19,9 +20,10 @@ from yarl import URL
 from flowjax import relay
 from flowjax.config import ConfigError, default_config
 from flowjax.monitor.token import bearer, invite, keep_run_id, make_token, send_away
-from flowjax.records import unpack
+from flowjax.records import Lease, Task, pack, unpack
 from flowjax.relay import Lost, NatsLine, RunEnd, dialled, node_end, reached, run_end
 from flowjax.run import Run, read_endpoints, write_endpoints
+from tests.benchmarks.dataflow_workers import played
 from tests.nats_server import NatsServer, nats_cluster, nats_server, settle, write_credentials
 
 RUN_ID = "0123abcd"
@@ -123,6 +125,63 @@ def test_what_is_sent_comes_as_it_was_sent(tmp_path):
                     async with there.session.get(f"{there.here}/files?answer={size_bytes}&status=206") as answer:
                         assert await answer.read() == random.Random(0).randbytes(size_bytes)
                         assert answer.status == 206
+
+    asyncio.run(check())
+
+
+def conversation(turns: int, tokens: int) -> bytes:
+    """An episode as its worker sends it, each turn with the whole prompt before it."""
+    lease = Lease("l", Task("t", "w", 0), "g", "e", 0, "train", 1.0)
+    return pack({"items": [{"lease_id": "l", "episode": played(lease, {"agent": 0}, turns=turns, turn_tokens=tokens)}]})
+
+
+def test_episodes_are_shorter_on_the_way_than_at_its_ends(tmp_path):
+    """Also those that come in parts, compressed or not."""
+
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+
+                def sent_bytes() -> int:
+                    return sum(client.stats["out_bytes"] for client in there.line.clients)
+
+                for turns, tokens, parts in ((8, 64, False), (8, 1024, False), (16, 2048, False), (4, 131_072, True)):
+                    body, before = conversation(turns, tokens), sent_bytes()
+                    async with there.session.post(f"{there.here}/episodes", data=body) as answer:
+                        assert await answer.read() == body
+                    on_the_way = sent_bytes() - before
+                    assert parts == (on_the_way > relay._PART_BYTES)
+                    assert on_the_way < 0.7 * len(body), (turns, tokens)
+
+    asyncio.run(check())
+
+
+def test_a_damaged_body_is_lost_and_one_that_grows_too_large_refused(tmp_path):
+    """Before memory is taken for it."""
+
+    async def check() -> None:
+        with nats_server() as server:
+            async with way(tmp_path, server) as there:
+                there.end._most_bytes = 2_000_000
+
+                async def answered(body: bytes) -> tuple[dict[str, Any], bytes]:
+                    head = {"id": "a", "method": "POST", "path": "/x", "headers": bearer(there.key), "zstd": True}
+                    message = bytes(msgpack.packb([head, [body, len(body), ""]]) or b"")
+                    answer = await there.line.connection().request(f"flowjax.{RUN_ID}", message, timeout=120)
+                    head, (content, *_) = msgpack.unpackb(answer.data)
+                    return head, content
+
+                good = zstandard.compress(bytes(1_000_000))
+                assert (await answered(good))[0]["status"] == 200
+                whole = zstandard.compress(random.Random(0).randbytes(100_000))
+                of_any_size = zstandard.ZstdCompressor().compressobj()
+                silent = of_any_size.compress(b"a") + of_any_size.flush()
+                for damaged in (b"", b"none", good[:-1], good + b"?", whole[:-9], silent):
+                    head, reason = await answered(damaged)
+                    assert head == {"lost": True} and b"body" in reason, damaged[:50]
+                head, reason = await answered(zstandard.compress(bytes(2_000_001)))
+                assert head["status"] == 413 and "config.dataflow.max_message_bytes" in unpack(reason)["error"]
+                assert len(there.heard) == 1
 
     asyncio.run(check())
 
@@ -359,6 +418,7 @@ HOSTILE = [
     msgpack.packb([{"method": "GET", "path": "http://elsewhere/", "headers": {}}, [b"", 0, ""]]),
     msgpack.packb([{"method": "GET", "path": "@elsewhere/x", "headers": {}}, [b"", 0, ""]]),
     msgpack.packb([{"method": "GET", "path": "/x", "headers": [1]}, [b"", 0, ""]]),
+    msgpack.packb([{"method": "POST", "path": "/x", "headers": {}, "zstd": True}, [b"none", 4, ""]]),
     msgpack.packb([{"method": "GET", "path": "/x", "headers": {"Range": "a\r\nb: c"}}, [b"", 0, ""]]),
 ]
 

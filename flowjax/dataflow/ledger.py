@@ -54,6 +54,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import zstandard
+
 from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Leased, Task, Trajectory, pack, unpack
 
 Kind = Literal["train", "eval"]
@@ -69,7 +71,7 @@ _KEEP_PRIOR = 4.0  # groups counted as kept before the first, so that a few earl
 _EPISODE_STATES = ("waiting", "leased", "done", "quarantined", "cancelled")
 
 # --------------------------------------------------------------------------------------------------------------- schema
-_VERSION = 7  # of the tables
+_VERSION = 8  # of the tables
 _SCHEMA = f"""
 PRAGMA user_version = {_VERSION};
 CREATE TABLE IF NOT EXISTS groups (
@@ -125,7 +127,7 @@ CREATE TABLE IF NOT EXISTS episodes (
     worker TEXT,                   -- who holds it, or failed at it last
     deadline_s REAL,               -- of the lease, by the clock of the boot in `keys`; of a waiting one, until when
                                    -- `worker` should not have it again
-    episode BLOB,
+    episode BLOB,                  -- packed, and compressed by zstd
     error TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX IF NOT EXISTS episodes_by_group ON episodes (group_id);
@@ -621,7 +623,7 @@ class Ledger:
             self._db.execute(
                 "UPDATE episodes SET state = 'done', episode = ?, lease_id = NULL,"
                 " worker = COALESCE(NULLIF(?, ''), worker) WHERE episode_id = ?",
-                (pack(episode), worker, episode.episode_id),
+                (_compressed(episode), worker, episode.episode_id),
             )
             return True, self._complete([row["group_id"]])
 
@@ -1041,7 +1043,7 @@ class Ledger:
         rows = self._db.execute(
             "SELECT episode FROM episodes WHERE group_id = ? AND state = 'done' ORDER BY episode_id", (group_id,)
         )
-        return [unpack(row["episode"]) for row in rows]
+        return [_decompressed(row["episode"]) for row in rows]
 
     def group(self, group_id: str, policy: str) -> Group:
         """Trajectories of `policy` in the episodes of a group that are in."""
@@ -1210,7 +1212,7 @@ class EpisodeReader:
 
     def episode(self, episode_id: str) -> Episode:
         row = self._db.execute("SELECT episode FROM episodes WHERE episode_id = ?", (episode_id,)).fetchone()
-        return unpack(row[0])
+        return _decompressed(row[0])
 
 
 def trajectories_of(episodes: Iterable[Episode], policy: str) -> list[Trajectory]:
@@ -1218,3 +1220,12 @@ def trajectories_of(episodes: Iterable[Episode], policy: str) -> list[Trajectory
     out."""
     parts = (part for episode in episodes for part in episode.trajectories)
     return [part for part in parts if part.policy == policy and part.turns and part.status in COUNTED_STATUSES]
+
+
+def _compressed(episode: Episode) -> bytes:
+    """As a row holds it: the turns of an episode repeat each other's prompts."""
+    return zstandard.ZstdCompressor(level=1).compress(pack(episode))
+
+
+def _decompressed(row: bytes) -> Episode:
+    return unpack(zstandard.ZstdDecompressor().decompress(row))

@@ -1,17 +1,20 @@
-"""The cost of the way over a NATS server: python -m tests.benchmarks.relay [--seconds=10] [--senders=16]
+"""The cost of the way over a NATS server: python -m tests.benchmarks.relay [--seconds=10] [--senders=16] [--turns=8]
 
-Messages as large as a trajectory of 8,192 tokens go to a server that answers each with a word: over HTTP on loopback,
-and over both ends of a relay with a real nats-server between them, all on this machine; by turns, three times. Prints a
-table in Markdown: messages a second, the time that one takes (median and 99 %), and for each message the processor's
-time of the ends.
+Episodes of one conversation of 8,192 tokens, half of them sampled, of random ids and log-probabilities, go to a server
+that answers each with a word: over HTTP on loopback, and over both ends of a relay with a real nats-server between
+them, all on this machine; by turns, three times. Prints a table in Markdown: messages a second, the time that one takes
+(median and 99 %), for each message the processor's time of the ends, and its kilobytes on the way: at the NATS server,
+with what answers it.
 """
 
 import asyncio
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +26,16 @@ from aiohttp import web
 from flowjax.config import default_config, save_run
 from flowjax.launch.machine import free_port
 from flowjax.monitor.token import bearer, invite, keep_run_id, make_token
+from flowjax.records import Lease, Task, pack
 from flowjax.run import write_endpoints
 from tests.benchmarks.dataflow_soak import processor_s
+from tests.benchmarks.dataflow_workers import played
 from tests.nats_server import nats_server
 
 _SECONDS = flags.DEFINE_float("seconds", 10.0, "Of each measurement.", lower_bound=0.1)
 _SENDERS = flags.DEFINE_integer("senders", 16, "That wait for an answer before they send again.", lower_bound=1)
-_KILOBYTES = flags.DEFINE_integer("kilobytes", 97, "Of a message.", lower_bound=0)
+_TURNS = flags.DEFINE_integer("turns", 8, "Of an episode, each with the whole prompt before it.", lower_bound=1)
+_TOKENS = flags.DEFINE_integer("tokens", 8192, "Of an episode.", lower_bound=2)
 _SERVE = flags.DEFINE_integer("serve", 0, "Port at which to answer, for the benchmark's own use.")
 RUN_ID = "0f"
 
@@ -51,10 +57,10 @@ def started(*command: str) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def relayed(folder: Path, port: int) -> Iterator[tuple[str, list[int], str]]:
+def relayed(folder: Path, port: int, monitor: int) -> Iterator[tuple[str, list[int], str]]:
     """The address of a node's end, the processes of both ends, and a key: what comes goes to `port`."""
     here = free_port()
-    with nats_server() as server:
+    with nats_server(f"--http_port={monitor}") as server:
         for name, at in (("run", port), ("node", here)):
             config = default_config()
             if name == "run":
@@ -73,9 +79,22 @@ def relayed(folder: Path, port: int) -> Iterator[tuple[str, list[int], str]]:
             yield f"http://127.0.0.1:{here}", [run_end, node_end], invite(folder / "run", "node")
 
 
-async def send(url: str, key: str) -> tuple[float, np.ndarray]:
+def message() -> bytes:
+    """An episode as a worker sends it."""
+    lease = Lease("lease", Task("task", "world", 0), "group", "episode", 0, "train", 1.0)
+    episode = played(lease, {"agent": 0}, turns=_TURNS.value, turn_tokens=_TOKENS.value // _TURNS.value)
+    return pack({"worker": "worker", "items": [{"lease_id": "lease", "episode": episode}]})
+
+
+def received_bytes(monitor: int) -> int:
+    """What has come to the NATS server, from both ends."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{monitor}/varz") as answer:
+        return json.load(answer)["in_bytes"]
+
+
+async def send(url: str, key: str, body: bytes) -> tuple[float, np.ndarray]:
     """Messages a second, and how long each took."""
-    body, took_s = np.random.default_rng(0).bytes(1000 * _KILOBYTES.value), []
+    took_s: list[float] = []
     async with aiohttp.ClientSession(headers=bearer(key), connector=aiohttp.TCPConnector(limit=0)) as session:
         while True:  # until it is up
             with contextlib.suppress(aiohttp.ClientError):
@@ -101,22 +120,25 @@ def main(argv: list[str]) -> None:
         served.router.add_post("/{path:.*}", answer)
         web.run_app(served, host="127.0.0.1", port=_SERVE.value, print=None)
         return
-    port = free_port()
-    print("| way | messages/s | median, ms | 99 %, ms | ends' CPU ms a message |\n|---|---|---|---|---|", flush=True)
+    port, monitor, body = free_port(), free_port(), message()
+    print("| way | messages/s | median, ms | 99 %, ms | ends' CPU ms a message | kB a message |", flush=True)
+    print("|---|---|---|---|---|---|", flush=True)
     rates: dict[str, list[float]] = {"HTTP": [], "over NATS": []}
     with (
         tempfile.TemporaryDirectory() as folder,
         started("tests.benchmarks.relay", f"--serve={port}"),
-        relayed(Path(folder), port) as (url, ends, key),
+        relayed(Path(folder), port, monitor) as (url, ends, key),
     ):
-        asyncio.run(send(url, key))  # all of it is up
+        asyncio.run(send(url, key, body))  # all of it is up
         for _ in range(3):
             for way, where in (("HTTP", f"http://127.0.0.1:{port}"), ("over NATS", url)):
-                before_s = sum(map(processor_s, ends))
-                rate, took_s = asyncio.run(send(f"{where}/episodes", key))
+                before_s, before_bytes = sum(map(processor_s, ends)), received_bytes(monitor)
+                rate, took_s = asyncio.run(send(f"{where}/episodes", key, body))
                 ends_ms = 1000 * (sum(map(processor_s, ends)) - before_s) / len(took_s)
+                carried = (received_bytes(monitor) - before_bytes) / len(took_s) if way == "over NATS" else len(body)
                 middle, late = 1000 * np.percentile(took_s, [50, 99])
-                print(f"| {way} | {rate:.0f} | {middle:.1f} | {late:.1f} | {ends_ms:.2f} |", flush=True)
+                cells = f"{rate:.0f}", f"{middle:.1f}", f"{late:.1f}", f"{ends_ms:.2f}", f"{carried / 1000:.1f}"
+                print(f"| {way} | {' | '.join(cells)} |", flush=True)
                 rates[way].append(rate)
     direct, over = (np.median(rates[way]) for way in ("HTTP", "over NATS"))
     print(f"\nover NATS {over:.0f} messages/s, {over / direct:.2f} x of those over HTTP")
