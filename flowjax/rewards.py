@@ -1,8 +1,8 @@
 """Rewards: from the outcomes of episodes to one score per trajectory.
 
-Outcomes are gathered on the host and combined by one jitted function: the weighted sum of components, each a pure
-function of outcome arrays. A component's positional arguments are named after the outcomes that it reads; keyword-only
-arguments are its options.
+Outcomes are gathered on the host, and one jitted function makes the components of them, each a pure function of outcome
+arrays. A score is their weighted sum. A component's positional arguments are named after the outcomes that it reads;
+keyword-only arguments are its options.
 """
 
 import functools
@@ -20,6 +20,7 @@ from flowjax.fields import Interval, declared_types, load_named, nearest, option
 from flowjax.records import COUNTED_STATUSES, Group, Trajectory, Turn
 
 Component = Callable[..., Float[Array, "trajectories"]]
+_CANCELLED = 2e-6  # share of the components' sizes below which a sum is float32's rounding
 # Component name -> weight, or a map of `weight`, the component's options and, for one of one's own, `path`.
 Components = Mapping[str, Any]
 
@@ -75,10 +76,14 @@ def trajectory_scores(
     kept = [trajectory for trajectory, counts in zip(trajectories, counted, strict=True) if counts]
     outcomes = _gather_outcomes(kept, sorted({name for part in parts.values() for name in part.outcomes}))
     functions = tuple((name, part.function, tuple(part.outcomes)) for name, part in parts.items())
-    weights = {name: part.weight for name, part in parts.items()}
-    total, values = _combine(functions, outcomes, weights, {name: part.options for name, part in parts.items()})
+    values = _values(functions, outcomes, {name: part.options for name, part in parts.items()})
+    # In float64, and what is left where components cancel is none: estimators take scores for equal that differ by a
+    # share of themselves, so that rounding next to 0 would be the difference between a good and a bad trajectory.
+    weighted = [part.weight * np.asarray(values[name], np.float64) for name, part in parts.items()]
+    total, size = np.sum(weighted, axis=0), np.sum(np.abs(weighted), axis=0)
+    total = np.where(np.abs(total) > _CANCELLED * size, total, 0.0)
 
-    def of_all(found: Float[Array, "counted"]) -> Float[np.ndarray, "trajectories"]:
+    def of_all(found: Float[Array, "counted"] | Float[np.ndarray, "counted"]) -> Float[np.ndarray, "trajectories"]:
         spread = np.zeros(len(trajectories), np.float32)
         spread[counted] = found
         return spread
@@ -121,17 +126,15 @@ def _outcome(trajectory: Trajectory, name: str) -> float:
     )
 
 
-# Weights and options are traced: policies that differ in them alone share one compiled program.
+# Options are traced: policies that differ in them alone share one compiled program.
 @functools.partial(jax.jit, static_argnums=0)
-def _combine(
+def _values(
     functions: tuple[tuple[str, Component, tuple[str, ...]], ...],
     outcomes: Mapping[str, Float[Array, "trajectories"]],
-    weights: Mapping[str, Float[Array, ""]],
     options: Mapping[str, Mapping[str, Any]],
-) -> tuple[Float[Array, "trajectories"], dict[str, Float[Array, "trajectories"]]]:
-    """Sum of weight times component, and the components."""
-    values = {name: function(*(outcomes[key] for key in read), **options[name]) for name, function, read in functions}
-    return sum(weights[name] * values[name] for name in values), values  # pyright: ignore[reportReturnType]
+) -> dict[str, Float[Array, "trajectories"]]:
+    """The components, before they are weighted."""
+    return {name: function(*(outcomes[key] for key in read), **options[name]) for name, function, read in functions}
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
@@ -172,7 +175,7 @@ def _check_traced(name: str, part: _Part) -> None:
     functions = ((name, part.function, tuple(part.outcomes)),)
     arrays = dict.fromkeys(part.outcomes, trajectories)
     try:
-        _, found = _combine.eval_shape(functions, arrays, {name: part.weight}, {name: part.options})
+        found = _values.eval_shape(functions, arrays, {name: part.options})
         why = "" if found[name].shape == trajectories.shape else f"gives {found[name].shape} for 3 trajectories"
     except Exception as error:  # a component of one's own may fail in any way
         why = f"fails when JAX traces it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"

@@ -44,6 +44,19 @@ def test_weighted_sum_with_each_part_logged():
     np.testing.assert_allclose(parts["turn_penalty"], [-3, -2])
 
 
+def test_sums_of_other_parts_are_the_same_score():
+    """A penalty may cancel a reward: what float32 would leave of both is no reason to prefer one."""
+    played = groups(
+        trajectory(*[turn()] * 20, success=1.0),
+        trajectory(*[turn(valid=False)] * 5, *[turn()] * 8, success=1.0),
+        trajectory(*[turn()] * 19, success=1.0),
+    )
+    scores, _ = trajectory_scores(played, {"success": 1.0, "invalid_actions": 0.07, "turn_penalty": 0.05})
+    assert scores[0] == scores[1] == 0.0 and scores[2] == pytest.approx(0.05, rel=1e-6)
+    scores, _ = trajectory_scores(played, {"success": 1.001, "invalid_actions": 0.07, "turn_penalty": 0.05})
+    assert scores[0] == scores[1] == pytest.approx(0.001, rel=1e-6)
+
+
 def test_what_the_world_reports_goes_before_what_turns_show():
     played = groups(trajectory(turn(), env_return=7.0), trajectory(turn(), turn()))
     np.testing.assert_allclose(trajectory_scores(played, {"env_return": 1.0})[0], [7.0, -0.2], rtol=1e-6)

@@ -23,6 +23,8 @@ ESTIMATORS = {
     "rloo": "flowjax.credit.estimators:rloo",
 }
 
+PASS_AT_K = 4  # the k of `pass_at_k` where none is given
+
 # Estimators that compare the episodes of a group: with one episode each, this part of every advantage would be 0.
 GROUP_RELATIVE = {
     *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "pass_at_k", "best_of_group"),

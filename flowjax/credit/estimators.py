@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from flowjax.credit import ESTIMATORS
+from flowjax.credit import ESTIMATORS, PASS_AT_K
 from flowjax.credit.table import (
     ROUNDING,
     Discount,
@@ -168,14 +168,15 @@ def maxrl(table: TurnTable) -> Float[Array, "turns"]:
 
 @partial(jax.jit, static_argnames=("k",))
 def pass_at_k(
-    table: TurnTable, *, k: Annotated[int, Interval(at_least=1)] = 4, threshold: Number = 0.5
+    table: TurnTable, *, k: Annotated[int, Interval(at_least=1)] = PASS_AT_K, threshold: Number = 0.5
 ) -> Float[Array, "turns"]:
     """Advantage of a trajectory for the chance that at least one of k succeeds. arXiv 2508.10751.
 
     With N members of which F fail, R = 1 - C(F, k) / C(N, k) is the mean reward of all subsets of k and
     s = sqrt(R (1 - R)) its deviation; a success gets (1 - R) / s, a failure
     (1 - R - C(F - 1, k - 1) / C(N - 1, k - 1)) / s.
-    Groups smaller than k use k = N. Success means a score above `threshold`.
+    Zero in a group of k or fewer: it has one such subset, whose reward has no deviation. Success means a score above
+    `threshold`.
     """
     succeeded = table.score > threshold
     members = first_rows(table)
@@ -368,7 +369,9 @@ def state_values(table: TurnTable, *, gamma: Discount = 0.9, rewards: Rewards = 
     last = is_last_turn(table)
     if rewards == "score":
         lowest = jnp.zeros_like(earned).at[table.group].min(jnp.where(table.mask, table.score, 0.0))[table.group]
-        earned = jnp.where(table.mask & last, earned - lowest, 0.0)
+        above = earned - lowest
+        # Rounding above the lowest is no lead: over its own deviation it would be as large as a success.
+        earned = jnp.where(table.mask & last & (above > ROUNDING * _highest(table, table.score)), above, 0.0)
     state = state_visits(table)
     visits = segment_total(table.mask.astype(earned.dtype), state)
 

@@ -29,7 +29,8 @@ class TurnTable:
     """Turns as a struct of arrays, one row per turn in the order of the groups' trajectories, then padding.
 
     Ids are dense and start at zero. A *group* here is what gets compared: the turns of one policy on one task. A
-    *trajectory* is one policy's turns in one episode. States are unique over the table: equal ids mean the same state
+    *trajectory* is one policy's turns in one episode, or in one of its parts where a workflow gives an agent several:
+    each counts for itself. States are unique over the table: equal ids mean the same state
     of the same task. `score` is the reward of the whole trajectory, equal on all its rows. Rows with `mask` False
     (padding, episodes that failed for reasons outside the policy) count in no statistic and get advantage zero.
     """
@@ -322,7 +323,7 @@ def state_visits(table: TurnTable) -> Int[Array, "turns"]:
 
 
 def first_rows(table: TurnTable) -> Bool[Array, "turns"]:
-    """One counted row per trajectory, its first: statistics over these weigh an episode once, however long it is."""
+    """One counted row per trajectory, its first: statistics over these weigh it once, however long it is."""
     has_predecessor = jnp.zeros_like(table.mask).at[table.successor].max(table.successor != _row_numbers(table))
     return table.mask & ~has_predecessor
 

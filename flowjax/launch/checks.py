@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, ConfigError, may_change, task_options
-from flowjax.credit import GROUP_RELATIVE
+from flowjax.credit import GROUP_RELATIVE, PASS_AT_K
 from flowjax.run import PER_BASE, PER_POLICY, Base, Policy, Run, check_agents, field_problems, resolve
 
 _RUN_BACKEND = "run"  # kind of a backend that is an engine of the run
@@ -158,6 +158,11 @@ def _batches(run: Run, policy: Policy) -> Iterator[str]:
         yield (
             f"config.rollout.group_size is {group_size}, but config.credit.name is {policy.credit.name!r}, which "
             "compares the episodes of a group: raise group_size to 2 or more"
+        )
+    elif policy.credit.name == "pass_at_k" and (k := policy.credit.options.get("k", PASS_AT_K)) >= group_size:
+        yield (
+            f"config.credit.options.k of 'pass_at_k' is {k}, but config.rollout.group_size is {group_size}: a group "
+            "has one subset of k then, with which nothing is compared: lower k or raise group_size above it"
         )
     updates = trainer.steps * trainer.updates_per_step
     if policy.optimizer.warmup_steps >= updates > 0:

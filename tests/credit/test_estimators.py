@@ -147,6 +147,24 @@ class TestEdgesOfGroups:
         np.testing.assert_array_equal(advantages(name, missing)[4:], 0)
 
 
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if not name.startswith("published.")])
+@pytest.mark.parametrize("lengths", [(20, 15, 10, 5), (15,) * 7 + (20,)])
+def test_penalties_that_add_up_alike_leave_no_difference(name, lengths):
+    """Below zero, from one first state, and in sums that float32 rounds to two neighbours."""
+    high, low = float(np.float32(-0.19999999)), float(np.float32(-0.2))
+    assert high != low
+
+    def paths(*scores: float) -> list[Path]:
+        return [
+            Path([0, *range(100 * i + 1, 100 * i + turns), 9999], [0.0] * turns, score=score)
+            for i, (turns, score) in enumerate(zip(lengths, scores, strict=True))
+        ]
+
+    rounded = [high if turns == 20 else low for turns in lengths]
+    alike = advantages(name, paths(*[low] * len(lengths)))
+    np.testing.assert_allclose(advantages(name, paths(*rounded)), alike, atol=1e-5)
+
+
 def test_several_absorbing_states():
     """Two ways to win, one to lose, all entered from one state; only the losing turn is blamed."""
     paths = [Path([0, 1, 10], [0, 1.0]), Path([0, 1, 11], [0, 1.0]), Path([0, 1, 12], [0, 0.0])]

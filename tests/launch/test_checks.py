@@ -65,6 +65,16 @@ def test_groups_of_one_are_refused_where_episodes_are_compared(config, name):
     assert check_config(config) == []
 
 
+@pytest.mark.parametrize(("group_size", "options"), [(4, {}), (8, {"k": 8})])
+def test_groups_without_a_second_subset_of_k_are_refused(config, group_size, options):
+    config.rollout.group_size, config.credit.name = group_size, "pass_at_k"
+    config.credit.options = ConfigDict(options)
+    (message,) = check_config(config)
+    assert f"config.credit.options.k of 'pass_at_k' is {group_size}" in message and "lower k or raise" in message
+    config.rollout.group_size += 1
+    assert check_config(config) == []
+
+
 @pytest.mark.parametrize(("name", "value", "off"), [("top_p", 0.9, 1.0), ("top_k", 20, 0), ("min_p", 0.05, 0.0)])
 def test_training_on_what_sampling_left_is_refused_unless_the_loss_weighs_it(config, name, value, off):
     config.rollout[name] = value
