@@ -303,7 +303,7 @@ def _bases(run: Run, device_count: int, platform: str, plan: dict[str, Any]) -> 
     """Sizes of each base model and of what is trained on it; yields what does not divide over the trainer's mesh."""
     from flowjax.models.sharding import resolve_mesh
 
-    mesh = resolve_mesh(run.config.mesh.to_dict(), device_count) if run.trains else None
+    mesh = resolve_mesh(run.config.mesh.to_dict(), device_count) if "mesh" in plan else None  # it is known, and fits
     parts = plan["bases"]
     for name, base in run.bases.items():
         part = parts[name] = {}
@@ -345,7 +345,7 @@ def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, on: str, plan: dict[str, Any]) -> Iterator[str]:
-    """Memory that a policy takes in its trainer, if it is here; yields what does not divide, or no engine serves."""
+    """Memory of a policy in its trainer, if its mesh is known; yields what does not divide, or no engine serves."""
     from jax.sharding import AbstractMesh
 
     from flowjax.models import cost

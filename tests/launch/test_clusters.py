@@ -259,6 +259,13 @@ def test_a_plan_says_what_does_not_fit_the_hosts_of_a_trainer(tmp_path: Path, ca
     rows = [*command[:-2], "--config.mesh.data=16", "--dry_run"]
     refused = inspect_run((request := read_request(rows)).run, request.devices.remote, None)["problems"]
     assert refused[0].startswith("config.trainer.micro_batch_rows is 4, but rows are split over 16 devices")
+    fits = [*command[:-2], "--config.mesh.data=-1", "--config.trainer.micro_batch_rows=16", "--dry_run", "--devices=8"]
+    request = read_request(fits)
+    (part,) = inspect_run(request.run, request.devices.remote, None)["plan"]["bases"].values()
+    assert part["memory"]["base"] > 2 * 8e9 and part["memory"]["activations"], "of a device, as of a trainer here"
+    request = read_request([*fits, "--config.trainer.processes=3", "--config.mesh.data=1", "--config.mesh.tensor=24"])
+    (refused,) = inspect_run(request.run, request.devices.remote, None)["problems"]
+    assert "tensor" in refused
     request = read_request([*command[:-2], "--config.mesh.data=-1", "--dry_run"])
     found = inspect_run(request.run, request.devices.remote, None)
     assert request.devices.remote == 0 and found["problems"] == []
