@@ -41,6 +41,7 @@ from rich.console import Console
 
 from flowjax.compare import conclusion, read_scores, shared_tasks
 from flowjax.config import ConfigError, asks_help, load_run
+from flowjax.envs import WorldError, find_world
 from flowjax.envs.demonstrations import no_shares_of
 from flowjax.fields import FOLDER_NAME, nearest, shown
 from flowjax.files import replace_file
@@ -51,8 +52,10 @@ from flowjax.launch.machine import RunInUse, check_unused, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.session import RunConsole
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, on_signals
+from flowjax.monitor.held_out import METRICS
 from flowjax.monitor.statistics import difference, task_interval
 from flowjax.run import resolve
+from flowjax.workflows import episode_outcomes
 
 _OK, _FAILED, _USER_MISTAKE = 0, 1, 2
 _STOP_S = 60.0  # for a run to stop in its own order
@@ -117,9 +120,15 @@ def read_sweep(path: Path) -> Sweep:
             except ConfigError as error:
                 problems.append(f"{path}: VARIANTS[{name!r}]: {error}")
                 break
+    metric, configs = values["METRIC"], {run.variant: run.config for run in runs}
+    for name, config in configs.items():
+        if (known := _metrics_of(config)) and metric not in known:
+            has = f"which episodes of VARIANTS[{name!r}] do not have{nearest(metric, known)}"
+            problems.append(f"{path}: METRIC is {metric!r}, {has}: use one of {', '.join(sorted(known))}")
+            break
     if problems:
         raise ConfigError("\n".join(problems))
-    return Sweep(folder, list(values["VARIANTS"]), runs, values["AT_ONCE"], values["METRIC"])
+    return Sweep(folder, list(values["VARIANTS"]), runs, values["AT_ONCE"], metric)
 
 
 def _values(path: Path) -> dict[str, Any]:
@@ -189,6 +198,16 @@ def _run(path: Path, recipe: str, folder: Path, name: str, variant: str | Mappin
             )
         changes = {field: now for field, _, now in differences(saved, config) if field not in ("name", "runs")}
     return SweepRun(name, seed, run_dir, argv, config, _flags(changes))
+
+
+def _metrics_of(config: ConfigDict) -> set[str]:
+    """Numbers that held-out episodes of a run have; none where the workflow does not list its own, or the world is not
+    to be had, which is said by the launcher's checks."""
+    try:
+        outcomes = episode_outcomes(config.workflow, find_world(config.env.name))
+    except WorldError:
+        return set()
+    return {*METRICS, *outcomes} if outcomes else set()
 
 
 def _flags(fields: Mapping[str, Any]) -> list[str]:

@@ -93,6 +93,17 @@ def test_variants_times_seeds_are_runs_with_configs_of_their_own():
         ('"credit.name": "grpo"', '"seed": 3', "config.seed is the sweep's to set: use SEEDS, NAME and RUNS"),
         ('"credit.name": "grpo"', '"eval.tasks": 0', "config.eval.tasks is 0: a sweep compares held-out evaluations"),
         ("grpo,gigpo", "grpo,gigppo", "there is no estimator 'gigppo'"),
+        (
+            "helper",
+            "METRIC = 'sucess'\nhelper",
+            r"METRIC is 'sucess', which episodes of VARIANTS\['grpo'\] do not have \(did you mean 'success'\?\): use",
+        ),
+        (
+            '"credit.name": "grpo"},',
+            '"credit.name": "grpo"},\n    "turns": {"workflow": "flowjax.workflows.solve_select:play"},\n}\n'
+            'METRIC = "boxes_on_target"\nothers = {',
+            r"METRIC is 'boxes_on_target', which episodes of VARIANTS\['turns'\] do not have: use one of either_succ",
+        ),
         ("helper = ", "helper = 1 / 0 + ", "sweep.py line 9: ZeroDivisionError"),
         ("helper = ", "helper = = ", "sweep.py line 9: SyntaxError"),
     ],
@@ -100,6 +111,20 @@ def test_variants_times_seeds_are_runs_with_configs_of_their_own():
 def test_a_file_that_cannot_be_run_is_refused_with_field_value_and_remedy(old, new, message):
     with pytest.raises(ConfigError, match=message):
         sweep_of(GOOD.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("metric", ["reward", "prompt_tokens", "boxes_on_target", "invalid_actions"])
+def test_a_metric_is_a_number_of_every_episode_or_an_outcome_of_the_world_or_the_workflow(metric):
+    assert sweep_of(f"{GOOD}METRIC = {metric!r}").metric == metric
+
+
+def test_a_workflow_that_lists_no_outcomes_of_its_episodes_may_have_any(folder, monkeypatch):
+    (folder / "unlisted.py").write_text("AGENTS = ('agent',)\nasync def play(task, **played): ...\n")
+    monkeypatch.syspath_prepend(folder)
+    text = 'RECIPE = "recipe.py"\nVARIANTS = {"a": {"workflow": "unlisted:play"}}\nMETRIC = "helped"\n'
+    assert sweep_of(text).metric == "helped"
+    with pytest.raises(ConfigError, match="METRIC is 'helped', which episodes"):
+        sweep_of(text.replace("unlisted", "flowjax.workflows.single"))
 
 
 def test_a_page_is_no_sweep_file():

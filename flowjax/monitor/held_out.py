@@ -16,6 +16,7 @@ from flowjax.monitor.statistics import majority_at_k, pass_at_k, task_interval
 
 Interval = dict[str, float]
 _FIRST = ("success", "reward")  # of the metrics, in tables
+METRICS = (*_FIRST, "turns", "sampled_tokens", "prompt_tokens")  # of every episode, beside its outcomes
 # No shares of 1, in any world; its own ones are in its COUNTS.
 NO_SHARES = ("turns", "invalid_actions", "env_return", "helpers", "sampled_tokens", "prompt_tokens")
 

@@ -2,7 +2,8 @@
 
 An agent: messages in, one reply of one policy out, with the exact tokens that made it. The module of a workflow lists
 the agents that it asks as AGENTS, and as OUTCOMES, by agent, what each of its parts reports beside the world's outcomes
-(in place of them where `success` is among it). A launch is checked by both.
+(in place of them where `success` is among it); a launch is checked by both. EPISODE_OUTCOMES are likewise those of the
+whole, which evaluations have: the metric of a sweep is checked by them.
 """
 
 import ast
@@ -222,6 +223,13 @@ def outcomes_of(workflow: str, agent: str, world: type[World]) -> tuple[str, ...
         raise WorldError(f"{module} has OUTCOMES {by_agent!r}: give a map of agents to the outcomes that each reports")
     named = tuple(by_agent.get(agent, ()))
     return named if "success" in named else (*world.OUTCOMES, *named)
+
+
+def episode_outcomes(workflow: str, world: type[World]) -> tuple[str, ...]:
+    """Outcomes of every whole episode of the world, () where the workflow does not list its own: see
+    `flowjax.workflows`."""
+    named = tuple(declared(workflow.partition(":")[0], "EPISODE_OUTCOMES"))
+    return named if not named or "success" in named else (*world.OUTCOMES, *named)
 
 
 def demonstrates(module: str) -> bool:

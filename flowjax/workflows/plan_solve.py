@@ -21,6 +21,7 @@ from flowjax.workflows.solver_verifier import SOLVER, answered, question
 from flowjax.workflows.spawn import AND, split_sum
 
 OUTCOMES = {"planner": ("planned",), "solver": ("planned",)}
+EPISODE_OUTCOMES = ("planned",)
 AGENTS = ("planner", "solver")
 PLANNER = AGENTS[0]
 PLAN = "plan"  # compact: after a problem, and before its plan where there is one
@@ -45,7 +46,7 @@ async def play(
     Outcome besides the world's: `planned`, 1 where there was a plan.
     """
     turns: list[tuple[str, Turn]] = []
-    outcome = dict.fromkeys((*options.world.OUTCOMES, *OUTCOMES[PLANNER]), 0.0)
+    outcome = dict.fromkeys((*options.world.OUTCOMES, *EPISODE_OUTCOMES), 0.0)
     status: Status = "ok"
     error = answer = ""
     try:

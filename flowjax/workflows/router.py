@@ -23,6 +23,7 @@ from flowjax.workflows.solver_verifier import answered, near_miss, parse_choice,
 AGENTS = ("router", "small", "large")
 ROUTER, MODELS = AGENTS[0], AGENTS[1:]  # the cheapest model first
 OUTCOMES = {"router": ("score", "small_success", "large_success", "either_success", "large_chosen")}
+EPISODE_OUTCOMES = ("small_success", "large_success", "either_success", "large_chosen")
 ROUTE = "route"  # compact: after a problem that is to be routed
 
 CHOOSE = """One of two models is to solve this problem:
@@ -43,7 +44,7 @@ async def play(
     `large_success`, what they reach alone; `either_success`, which a perfect router would reach; and `large_chosen`,
     the price. The choice has them too, and its `score` as it is rewarded.
     """
-    outcome = dict.fromkeys((*options.world.OUTCOMES, *OUTCOMES[ROUTER][1:]), 0.0)
+    outcome = dict.fromkeys((*options.world.OUTCOMES, *EPISODE_OUTCOMES), 0.0)
     parts: list[AgentTurns] = []
     status: Status = "ok"
     error = answer = ""

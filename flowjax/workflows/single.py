@@ -10,6 +10,7 @@ from flowjax.workflows import Agent, AgentTurns, Played, Reply, record_turn, sho
 from flowjax.workflows.codec import PromptTooLong
 
 OUTCOMES = {"agent": ("turns", "invalid_actions", "env_return")}  # that `play` adds to the world's own
+EPISODE_OUTCOMES = ("turns", "invalid_actions", "env_return")
 DEFAULT_HISTORY: Mapping[Style, int] = {"instruct": 2, "compact": 0}
 AGENTS = ("agent",)  # those that it asks: `config.agents` says who speaks for them
 AGENT = AGENTS[0]

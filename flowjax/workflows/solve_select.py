@@ -21,6 +21,7 @@ from flowjax.workflows.single import EpisodeOptions, turn_counts
 from flowjax.workflows.solver_verifier import SOLVER, answered, attempt, near_miss, parse_choice, question
 
 OUTCOMES = {"selector": ("success", "score")}  # of every choice; some have `decided_right`, too
+EPISODE_OUTCOMES = ("success", "first_success", "either_success")
 AGENTS = ("solver", "selector")
 SELECTOR = AGENTS[1]
 CHOICES = ("a", "b")

@@ -20,6 +20,7 @@ from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, take_turn, turn_counts
 
 OUTCOMES = {"verifier": ("success", "answer_right")}  # of every verdict; each has another one besides
+EPISODE_OUTCOMES = ("success", "attempts", "approved", "verdict_right")
 AGENTS = ("solver", "verifier")
 SOLVER, VERIFIER = AGENTS
 APPROVE, REJECT = "approve", "reject"

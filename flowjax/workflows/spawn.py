@@ -24,6 +24,7 @@ from flowjax.workflows.single import AGENT, EpisodeOptions, do, turn_counts
 from flowjax.workflows.solver_verifier import answered
 
 OUTCOMES = {"agent": ("helpers",), "helper": ("helpers",)}
+EPISODE_OUTCOMES = ("helpers",)
 AGENTS = ("agent", "helper")
 HELPER = AGENTS[1]
 MOST_TASKS = 4  # of a spawn

@@ -26,6 +26,7 @@ from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, Move, take_turn, turn_counts
 
 OUTCOMES = {"tester": ("success", "answer_right", "tests_valid", "score")}
+EPISODE_OUTCOMES = ("tests_valid", "first_success", "attempts", "approved")
 AGENTS = ("writer", "tester")
 WRITER, TESTER = AGENTS
 TESTS = 2  # of one reply; more are not run
@@ -72,8 +73,7 @@ async def play(
     their `score`: the problem's own solution passes them all. Replies without tests approve, and agree with nothing.
     """
     parts: list[AgentTurns] = []
-    added = ("tests_valid", "first_success", "attempts", "approved")
-    outcome = dict.fromkeys((*options.world.OUTCOMES, *added), 0.0)
+    outcome = dict.fromkeys((*options.world.OUTCOMES, *EPISODE_OUTCOMES), 0.0)
     status: Status = "ok"
     error = ""
     try:

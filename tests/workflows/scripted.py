@@ -11,7 +11,7 @@ import pytest
 from flowjax.envs import Observation, Step, World, find_world
 from flowjax.models.nano import build_tokenizer
 from flowjax.records import Task
-from flowjax.workflows import Agent, Played
+from flowjax.workflows import Agent, Played, episode_outcomes
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.single import EpisodeOptions
 
@@ -73,4 +73,7 @@ def play_scripted(
 
     options = EpisodeOptions(world, max_turns=max_turns, prompt="compact")
     who = {name: agent(name) for name in agents}
-    return asyncio.run(play(task, seed=0, env=LocalSession(world), agents=who, options=options)), prompts
+    played = asyncio.run(play(task, seed=0, env=LocalSession(world), agents=who, options=options))
+    listed = episode_outcomes(f"{play.__module__}:play", type(world))
+    assert not listed or played.outcome.keys() == set(listed), "EPISODE_OUTCOMES are those of every episode"
+    return played, prompts

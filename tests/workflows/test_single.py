@@ -19,7 +19,7 @@ from flowjax.published.worlds import PublishedSokoban
 from flowjax.records import Task, Trajectory, Turn
 from flowjax.workflows import UNVERSIONED, Agent, Played, served_version
 from flowjax.workflows.codec import Codec
-from flowjax.workflows.single import OUTCOMES, EpisodeOptions, play
+from flowjax.workflows.single import EPISODE_OUTCOMES, OUTCOMES, EpisodeOptions, play
 
 WORLD = Sokoban()
 CORRIDOR = Task("corridor", "sokoban", 0, {"level": "#######\n#P_X_O#\n#######"})
@@ -190,7 +190,7 @@ def test_running_out_of_turns_is_an_ordinary_end(folder: Path):
     assert played.outcome["success"] == 0.0
     assert played.outcome["invalid_actions"] == 2.0
     assert played.outcome["env_return"] == pytest.approx(-0.4)
-    assert set(played.outcome) == {*WORLD.OUTCOMES, *OUTCOMES["agent"]}
+    assert set(played.outcome) == {*WORLD.OUTCOMES, *OUTCOMES["agent"]} == {*WORLD.OUTCOMES, *EPISODE_OUTCOMES}
 
 
 @pytest.mark.parametrize("status", ["timeout", "env_error"])
