@@ -13,19 +13,22 @@ Exit status: 0 compared, 2 something to correct in what was asked for.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import numpy as np
 from absl import app, flags
 from jaxtyping import Float
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
 from flowjax.config import ConfigError, asks_help
+from flowjax.envs import WorldError, find_world
 from flowjax.envs.demonstrations import no_shares_of
-from flowjax.monitor.held_out import by_task, evaluation_of, read_held_out
+from flowjax.monitor.held_out import METRICS, by_task, evaluation_of, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
+from flowjax.workflows import episode_outcomes
 
 _ALPHA = 0.05
 
@@ -59,6 +62,16 @@ def read_scores(path: Path, metric: str) -> dict[str, float]:
     return {task: float(np.mean(values)) for task, values in by_task(read_held_out(path), metric).items()}
 
 
+def metrics_of(config: ConfigDict) -> set[str]:
+    """Numbers that held-out episodes of a run have; none where the workflow does not list its own, or the world is not
+    to be had, which is said by the launcher's checks."""
+    try:
+        outcomes = episode_outcomes(config.workflow, find_world(config.env.name))
+    except WorldError:
+        return set()
+    return {*METRICS, *outcomes} if outcomes else set()
+
+
 def shared_tasks(*sides: Sequence[dict[str, float]]) -> list[Float[np.ndarray, "seeds tasks"]]:
     """The scores of each side on the tasks that every evaluation has.
 
@@ -69,6 +82,18 @@ def shared_tasks(*sides: Sequence[dict[str, float]]) -> list[Float[np.ndarray, "
     if len(tasks) < 2:
         raise ConfigError("the evaluations share no two held-out tasks: they need the same env and data seed")
     return [np.array([[scores[task] for task in tasks] for scores in side]) for side in sides]
+
+
+def apart(tasks: Mapping[str, Set[str]]) -> list[str]:
+    """Of sets of tasks by name, those that would leave fewer than two to the ones before them."""
+    names, shared = [], None
+    for name, these in tasks.items():
+        both = these if shared is None else shared & these
+        if shared is not None and len(both) < 2:
+            names.append(name)
+        else:
+            shared = both
+    return names
 
 
 def conclusion(found: Difference, metric: str) -> str:

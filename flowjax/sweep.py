@@ -24,11 +24,12 @@ Exit status: 0 done, 1 a run has failed (its log is named), 2 something to corre
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -39,9 +40,8 @@ from jaxtyping import Float
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from flowjax.compare import conclusion, read_scores, shared_tasks
+from flowjax.compare import apart, conclusion, metrics_of, read_scores, shared_tasks
 from flowjax.config import ConfigError, asks_help, load_run
-from flowjax.envs import WorldError, find_world
 from flowjax.envs.demonstrations import no_shares_of
 from flowjax.fields import FOLDER_NAME, nearest, shown
 from flowjax.files import replace_file
@@ -52,14 +52,13 @@ from flowjax.launch.machine import RunInUse, check_unused, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.session import RunConsole
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, on_signals
-from flowjax.monitor.held_out import METRICS
 from flowjax.monitor.statistics import difference, task_interval
 from flowjax.run import resolve
-from flowjax.workflows import episode_outcomes
 
 _OK, _FAILED, _USER_MISTAKE = 0, 1, 2
 _STOP_S = 60.0  # for a run to stop in its own order
 _FREE_S = 30.0  # for the launcher of a sweep that was killed to let go of its run
+_OF_TASKS = ("env.name", "env.options", "env.sources", "env.data_seed")  # fields that make tasks
 _FIELDS: dict[str, tuple[type, Any, str]] = {
     "RECIPE": (str, None, "a recipe such as 'configs/sokoban.py:nano'"),
     "SEEDS": (tuple, (0,), "a tuple of different whole numbers from 0 on, such as (0, 1, 2)"),
@@ -122,10 +121,11 @@ def read_sweep(path: Path) -> Sweep:
                 break
     metric, configs = values["METRIC"], {run.variant: run.config for run in runs}
     for name, config in configs.items():
-        if (known := _metrics_of(config)) and metric not in known:
+        if (known := metrics_of(config)) and metric not in known:
             has = f"which episodes of VARIANTS[{name!r}] do not have{nearest(metric, known)}"
             problems.append(f"{path}: METRIC is {metric!r}, {has}: use one of {', '.join(sorted(known))}")
             break
+    problems += [f"{path}: VARIANTS[{name!r}]: {text}" for name, text in _of_other_tasks(configs)]
     if problems:
         raise ConfigError("\n".join(problems))
     return Sweep(folder, list(values["VARIANTS"]), runs, values["AT_ONCE"], metric)
@@ -186,8 +186,9 @@ def _run(path: Path, recipe: str, folder: Path, name: str, variant: str | Mappin
     config, _ = command_line.parse(argv)
     if problems := check_config(config):
         raise ConfigError("; ".join(problems))
-    if not config.eval.tasks:
-        raise ConfigError("config.eval.tasks is 0: a sweep compares held-out evaluations, so ask for some tasks")
+    if config.eval.tasks < 2:
+        text = "a sweep compares held-out evaluations, so ask for two tasks or more"
+        raise ConfigError(f"config.eval.tasks is {config.eval.tasks}: {text}")
     run_dir, changes = folder / run_name, {}
     if (run_dir / "config.json").exists():
         saved = load_run(run_dir)
@@ -200,14 +201,26 @@ def _run(path: Path, recipe: str, folder: Path, name: str, variant: str | Mappin
     return SweepRun(name, seed, run_dir, argv, config, _flags(changes))
 
 
-def _metrics_of(config: ConfigDict) -> set[str]:
-    """Numbers that held-out episodes of a run have; none where the workflow does not list its own, or the world is not
-    to be had, which is said by the launcher's checks."""
-    try:
-        outcomes = episode_outcomes(config.workflow, find_world(config.env.name))
-    except WorldError:
-        return set()
-    return {*METRICS, *outcomes} if outcomes else set()
+def _of_other_tasks(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
+    """Variants whose held-out tasks are others than those before them have, and what of their tasks differs."""
+    first = next(iter(configs), "")
+    differing = {
+        name: [found for found in differences(configs[first], config) if found[0].startswith(_OF_TASKS)]
+        for name, config in configs.items()
+    }
+    if not any(differing.values()):
+        return
+    from flowjax.dataflow.tasks import held_out_contents  # which imports grain: most sweeps do without
+
+    tasks: dict[str, set[str]] = {}
+    for name, config in configs.items():
+        if name == first or differing[name]:
+            with contextlib.suppress(Exception):  # the launcher's checks say what is wrong with a world
+                tasks[name] = held_out_contents(config)
+    for name in apart(tasks) if first in tasks else ():
+        values = "; ".join(f"config.{field} is {shown(now)}, not {shown(was)}" for field, was, now in differing[name])
+        remedy = "a sweep compares by the same tasks, so give them one value, or make another sweep of it"
+        yield name, f"{values} as in VARIANTS[{first!r}], and no two held-out tasks are the same: {remedy}"
 
 
 def _flags(fields: Mapping[str, Any]) -> list[str]:
@@ -306,6 +319,8 @@ def compare_variants(sweep: Sweep) -> tuple[list[_Row], list[str]]:
     }
     counts = no_shares_of(finished[0].folder) if finished else ()
     there = [name for name in sweep.variants if scores[name]]
+    left = apart({name: set.intersection(*map(set, scores[name].values())) for name in there})
+    there = [name for name in there if name not in left]
     rows, said = [], []
     # One set of tasks for all rows: means and differences then agree.
     shared = shared_tasks(*(list(scores[name].values()) for name in there)) if there else []
@@ -333,11 +348,13 @@ def compare_variants(sweep: Sweep) -> tuple[list[_Row], list[str]]:
     lacking = [run.folder.name for run in sweep.runs if not run.result.exists()]
     if lacking:
         said.append(f"Not finished, and left out: {', '.join(lacking)}.")
+    if left:
+        said.append(f"Left out, for they share no two held-out tasks with the others: {', '.join(left)}.")
     if shared:
         tasks = shared[0].shape[1]
-        left_out = len({task for each in scores.values() for played in each.values() for task in played}) - tasks
+        left_out = len({task for name in there for played in scores[name].values() for task in played}) - tasks
         others = f"; {left_out} others are left out" if left_out else ""
-        said.append(f"All numbers are of the {tasks} tasks that every finished run has played{others}.")
+        said.append(f"All numbers are of the {tasks} tasks that every run in the table has played{others}.")
     return rows, said
 
 

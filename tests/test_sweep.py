@@ -143,12 +143,12 @@ def test_a_run_that_was_begun_otherwise_is_not_gone_on_with():
         sweep_of(GOOD.replace('"credit.name": "grpo"', '"loss.kl_coefficient": 0.5'))
 
 
-def finish(run, share: float, tasks: int = 60) -> None:
+def finish(run, share: float, tasks: int = 60, kind: str = "t") -> None:
     rng = np.random.default_rng(run.seed)
     run.folder.mkdir(parents=True, exist_ok=True)
     episodes = [
-        HeldOutEpisode(f"t{index}", f"t{index}", "", 0, "ok", float(rng.random() < share), 2, 4, {}, {"agent": 1.0})
-        for index in range(tasks)
+        HeldOutEpisode(task, task, "", 0, "ok", float(rng.random() < share), 2, 4, {}, {"agent": 1.0})
+        for task in (f"{kind}{index}" for index in range(tasks))
     ]
     write_held_out(run.folder, run.result.stem, episodes)
 
@@ -162,7 +162,7 @@ def test_variants_are_compared_with_the_first_and_drawn(capsys):
     assert float(rows[1].improvement) > 0.7 and len(rows[1].seeds) == 2 and len(rows[2].seeds) == 1
     assert said[0].startswith("slow (A) and grpo (B): A's success is higher than B's by 0.")
     assert "several seeds of each" in said[1] and said[2] == "Not finished, and left out: gigpo-1."
-    assert said[3:] == ["All numbers are of the 60 tasks that every finished run has played."]
+    assert said[3:] == ["All numbers are of the 60 tasks that every run in the table has played."]
     page = table(sweep, rows, said)
     assert page.count("\n| ") == 4 and "| less grpo [95 %] |" in page
     drawn = ElementTree.fromstring(figure(sweep, rows))
@@ -176,11 +176,43 @@ def test_all_numbers_are_of_the_tasks_that_every_run_has_played():
     for run in sweep.runs:
         finish(run, {"grpo": 0.2, "slow": 0.9, "gigpo": 0.3}[run.variant], tasks=50 if run.variant == "slow" else 60)
     rows, said = compare_variants(sweep)
-    assert said[-1] == "All numbers are of the 50 tasks that every finished run has played; 10 others are left out."
+    assert said[-1] == "All numbers are of the 50 tasks that every run in the table has played; 10 others are left out."
     assert said[-1] in table(sweep, rows, said)
     for row in rows:
         assert row.mean == pytest.approx(np.mean(row.seeds)) and np.allclose(50 * row.seeds, np.round(50 * row.seeds))
     assert rows[1].more.startswith(f"{rows[1].mean - rows[0].mean:+.3f} ")
+
+
+def test_a_variant_that_has_played_other_tasks_is_left_out_of_the_table():
+    sweep = sweep_of(GOOD)
+    for run in sweep.runs:
+        finish(run, 0.5, kind="other" if run.variant == "slow" else "t")
+    rows, said = compare_variants(sweep)
+    assert [row.name for row in rows] == ["grpo", "gigpo"]
+    assert said[1:] == [
+        "Left out, for they share no two held-out tasks with the others: slow.",
+        "All numbers are of the 60 tasks that every run in the table has played.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"env.data_seed": 5}, r"config.env.data_seed is 5, not 0 as in VARIANTS\['grpo'\], and no two held-out"),
+        ({"env.options.boxes": 2}, r"config.env.options.boxes is 2, not 1 as in VARIANTS\['grpo'\], and no two"),
+        ({"env.options.tile_pixels": 8}, ""),  # which changes no room
+        ({"env.data_seed": 5, "env.options.columns": 3}, ""),  # of a world that makes none the launcher speaks
+    ],
+)
+def test_a_variant_of_other_tasks_is_refused_before_the_first_run(fields, said):
+    rooms = "config.env.options, config.eval.tasks = {'rows': 9, 'columns': 9, 'boxes': 1}, 8"
+    Path("recipe.py").write_text(RECIPE.replace("return config", f"{rooms}\n    return config"))
+    text = GOOD.replace('"trainer.steps": 3', f"**{fields!r}")
+    if not said:
+        sweep_of(text)
+        return
+    with pytest.raises(ConfigError, match=rf"^sweep.py: VARIANTS\['slow'\]: {said}"):
+        sweep_of(text)
 
 
 def test_a_single_seed_is_compared_with_the_same_seed_of_the_other():

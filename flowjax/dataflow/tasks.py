@@ -28,6 +28,12 @@ def held_out_tasks(config: ConfigDict) -> grain.MapDataset[Task]:
     return _tasks(config, "held_out")
 
 
+def held_out_contents(config: ConfigDict) -> set[str]:
+    """Content of each task that an evaluation of the run plays."""
+    tasks = held_out_tasks(config)
+    return {content_of(task_at(tasks, index)) for index in range(min(config.eval.tasks, len(tasks)))}
+
+
 def task_at(tasks: grain.MapDataset[Task], index: int) -> Task:
     """The task at that place.
 
