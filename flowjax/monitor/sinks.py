@@ -212,11 +212,17 @@ def _behind(newest: list[Any], lines: Sequence[dict[str, Any]], sent_s: float) -
 
 
 def _numbers(line: Mapping[str, Any], *, several: bool) -> dict[str, float]:
-    """Numbers of a line under `<kind>/<name>`; of one of several policies under `<kind>/<policy>/<name>`."""
-    policy = f"{line['policy']}/" if several and "policy" in line else ""
-    left_out = ("time_s", "kind", "step", "policy")
-    return {
-        f"{line['kind']}/{policy}{name}": float(value)
-        for name, value in line.items()
-        if name not in left_out and isinstance(value, int | float)
-    }
+    """Numbers of a line under `<kind>/<name>`; of one of several policies under `<kind>/<policy>/<name>`. Those of
+    mappings are under the names of these, too, but for results of an evaluation by policy: `eval/<policy>/<name>`."""
+    left_out = ("time_s", "kind", "step", "policy", "policies", "versions")
+    values = {name: value for name, value in line.items() if name not in left_out} | line.get("policies", {})
+    policy = f"/{line['policy']}" if several and "policy" in line else ""
+    return dict(_flat(values, f"{line['kind']}{policy}"))
+
+
+def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}/{name}")
+        elif isinstance(value, int | float):
+            yield f"{path}/{name}", float(value)

@@ -150,6 +150,30 @@ def test_series_of_several_policies_are_told_apart(tmp_path):
     assert set(scalars(tmp_path)) == {"train/solver/loss"}
 
 
+def test_results_by_policy_and_source_are_sent_as_well(tmp_path):
+    results = {"success_rate": 0.5, "outcomes": {"turns": 2.5}}
+    with forwarding(tmp_path, config_of("tensorboard"), print):
+        writer = MetricsWriter(tmp_path)
+        writer.write(
+            "eval",
+            step=4,
+            tasks=8,
+            versions={"agent": 4},
+            policies={"agent": {**results, "reward_mean": 0.75}},
+            sources={"gsm8k": 0.25},
+            unrewarded="no reward",
+        )
+        writer.write("train", step=4, policy="agent", parts={"success": 1.0})
+    assert scalars(tmp_path) == {
+        "eval/tasks": [(4, 8.0)],
+        "eval/agent/success_rate": [(4, 0.5)],
+        "eval/agent/reward_mean": [(4, 0.75)],
+        "eval/agent/outcomes/turns": [(4, 2.5)],
+        "eval/sources/gsm8k": [(4, 0.25)],
+        "train/parts/success": [(4, 1.0)],
+    }
+
+
 class Calls(types.ModuleType):
     """A stand-in for a package: it notes what is called, and may fail or hang."""
 
