@@ -29,6 +29,7 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "tracki
 _LOOK_EVERY_S = 1.0
 _LAST_S = 30.0  # for a sink to take what is left when the run has ended
 _SENT = ("train", "eval")  # kinds of lines
+_NOT_FINITE = ("nan", "inf", "-inf")  # as MetricsWriter writes them: all sinks take the numbers
 
 
 class Sink(Protocol):
@@ -224,5 +225,5 @@ def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{path}/{name}")
-        elif isinstance(value, int | float):
+        elif isinstance(value, int | float) or value in _NOT_FINITE:
             yield f"{path}/{name}", float(value)

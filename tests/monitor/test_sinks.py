@@ -1,6 +1,7 @@
 """Sinks get the lines of a run: TensorBoard for real, the services by stand-ins that have their calls."""
 
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -172,6 +173,15 @@ def test_results_by_policy_and_source_are_sent_as_well(tmp_path):
         "eval/sources/gsm8k": [(4, 0.25)],
         "train/parts/success": [(4, 1.0)],
     }
+
+
+def test_a_curve_that_diverges_goes_on_as_not_finite(tmp_path):
+    with forwarding(tmp_path, config_of("tensorboard"), print):
+        MetricsWriter(tmp_path).write("train", step=1, loss=math.nan, gradient_norm=math.inf, low=-math.inf, note="")
+    shown = scalars(tmp_path)
+    assert set(shown) == {"train/loss", "train/gradient_norm", "train/low"}
+    assert math.isnan(shown["train/loss"][0][1])
+    assert (shown["train/gradient_norm"], shown["train/low"]) == ([(1, math.inf)], [(1, -math.inf)])
 
 
 class Calls(types.ModuleType):
