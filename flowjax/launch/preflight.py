@@ -59,7 +59,8 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
         return check_engine(base, adapters="lora" in trained)
 
     here = [*on_each_base(run, check_model), *check_ports(run), *check_reached(run), *on_each_base(run, engine)]
-    here += [*check_accelerators(run, devices), *check_unused(run.folder, kind), *check_sinks(run.config)]
+    here += [*check_accelerators(run, devices), *check_unused(run.folder, kind)]
+    here += [] if run.is_evaluation else check_sinks(run.config)  # only a run sends lines
     here += _lost_bases(run, resume=resume) + (_lost_checkpoints(run) if resume else [])
     if run.is_relayed and not run.is_node:  # a node has been there already
         here += _relay_problems(run.config.dataflow.relay)

@@ -9,14 +9,17 @@ Each sink has a thread and remembers what it has sent: one that hangs or fails h
 what was missed. No package is imported that is not named.
 """
 
+import configparser
 import contextlib
 import importlib.util
 import json
+import netrc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from ml_collections import ConfigDict
 
@@ -68,6 +71,8 @@ class _Wandb:
     hides = False
 
     def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
+        if problem := _login_problem():  # it would ask a question under the live screen, and wait for the answer
+            raise PermissionError(problem)
         import wandb  # pyright: ignore[reportMissingImports]
 
         options = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": run_dir.name, "id": _known_as(run_dir)}
@@ -113,13 +118,37 @@ _SINKS: dict[str, Callable[[Path, ConfigDict, int | None], Sink]] = {
 
 
 def check_sinks(config: ConfigDict) -> list[str]:
-    """Sinks whose packages are not installed."""
-    return [
-        f"config.monitor.sinks has {name!r}, but {_PACKAGES[name]} is not installed here: pip install "
-        f"{_PACKAGES[name]}, or leave it out"
-        for name in config.monitor.sinks
-        if importlib.util.find_spec(_PACKAGES[name]) is None
-    ]
+    """Sinks whose packages are not installed, or that nobody is logged in to."""
+    problems = []
+    for name in config.monitor.sinks:
+        if importlib.util.find_spec(_PACKAGES[name]) is None:
+            text = f"{_PACKAGES[name]} is not installed here: pip install {_PACKAGES[name]}, or leave it out"
+            problems.append(f"config.monitor.sinks has {name!r}, but {text}")
+        elif name == "wandb" and (problem := _login_problem()):
+            problems.append(f"config.monitor.sinks has 'wandb', but {problem}")
+    return problems
+
+
+def _login_problem() -> str:
+    """Reason why wandb could not log in by itself, with the remedy; "" for none. It is looked for where wandb does."""
+    given, settings = os.environ, configparser.ConfigParser(default_section="default", interpolation=None)
+    folders = (
+        Path(given.get("WANDB_CONFIG_DIR") or "~/.config/wandb"),
+        Path(".wandb" if Path(".wandb").exists() else "wandb"),
+    )
+    with contextlib.suppress(configparser.Error, UnicodeDecodeError):
+        settings.read([folder.expanduser() / "settings" for folder in folders])  # `wandb offline` writes the second
+    kept = settings.defaults()
+    if (given.get("WANDB_MODE") or kept.get("mode")) in ("offline", "dryrun", "disabled"):
+        return ""
+    if given.get("WANDB_API_KEY") or given.get("WANDB_IDENTITY_TOKEN_FILE") or kept.get("api_key"):
+        return ""
+    host = urlsplit(given.get("WANDB_BASE_URL") or kept.get("base_url") or "https://api.wandb.ai").netloc
+    for file in [given["NETRC"]] if given.get("NETRC") else ["~/.netrc", "~/_netrc"]:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(Path(file).expanduser()).authenticators(host):
+                return ""
+    return f"nobody is logged in to {host} here: run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline"
 
 
 @contextlib.contextmanager

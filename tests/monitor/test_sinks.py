@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -14,9 +15,12 @@ import pytest
 
 from flowjax.config import default_config
 from flowjax.launch.checks import check_config
+from flowjax.launch.devices import Devices
+from flowjax.launch.preflight import examine
 from flowjax.monitor.metrics import MetricsWriter, Progress
 from flowjax.monitor.sinks import check_sinks, forwarding
 from flowjax.monitor.token import keep_run_id
+from flowjax.run import resolve
 
 
 def config_of(*sinks: str, policies: tuple[str, ...] = ()):
@@ -209,6 +213,7 @@ class Calls(types.ModuleType):
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_service_gets_the_calls_that_it_knows(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("WANDB_API_KEY", "c0ffee")
     package = Calls(name)
     monkeypatch.setitem(sys.modules, name, package)
     run = tmp_path / "sokoban-nano"
@@ -242,6 +247,7 @@ def test_a_line_of_a_slow_clock_that_nobody_sent_is_sent_when_the_run_goes_on(tm
 
 
 def test_a_service_that_fails_is_told_of_once_and_stops_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "c0ffee")
     monkeypatch.setitem(sys.modules, "wandb", Calls("wandb", fails=True))
     writer, said = MetricsWriter(tmp_path), []
     with forwarding(tmp_path, config_of("wandb", "tensorboard"), said.append):
@@ -268,6 +274,78 @@ def test_a_package_that_is_missing_is_refused_with_the_command_and_an_unknown_na
     ]
     problems = check_config(config_of("mlflow"))
     assert any("config.monitor.sinks" in problem and "'mlflow'" in problem for problem in problems)
+
+
+@pytest.fixture
+def logged_out(tmp_path, monkeypatch) -> Path:
+    """A home without wandb's files, in which the package is found."""
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    return tmp_path
+
+
+def test_wandb_without_a_login_is_refused_and_never_asks(logged_out, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", package := Calls("wandb"))
+    problem = "nobody is logged in to api.wandb.ai here: run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline"
+    assert check_sinks(config_of("wandb")) == [f"config.monitor.sinks has 'wandb', but {problem}"]
+    assert check_sinks(config_of("trackio")) == []
+    said = []
+    with forwarding(logged_out, config_of("wandb"), said.append):
+        MetricsWriter(logged_out).write("train", step=1, loss=0.5)
+    assert said == [f"wandb gets no more metrics: PermissionError: {problem}"] and not package.calls
+
+
+@pytest.mark.parametrize(
+    ("variables", "files"),
+    [
+        ({"WANDB_API_KEY": "c0ffee"}, {}),
+        ({"WANDB_MODE": "offline"}, {}),
+        ({"WANDB_MODE": "disabled"}, {}),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "token"}, {}),
+        ({}, {".netrc": "machine api.wandb.ai login user password c0ffee"}),
+        ({"NETRC": "mine"}, {"mine": "machine api.wandb.ai login user password c0ffee"}),
+        ({"WANDB_BASE_URL": "http://own:8080"}, {".netrc": "machine own:8080 login user password c0ffee"}),
+        (
+            {},
+            {
+                ".config/wandb/settings": "[default]\nbase_url = http://own:8080",
+                ".netrc": "machine own:8080 login user password c0ffee",
+            },
+        ),
+        ({}, {"wandb/settings": "[default]\nmode = offline"}),
+    ],
+)
+def test_wandb_is_taken_where_it_needs_not_ask(logged_out, monkeypatch, variables, files):
+    for name, text in files.items():
+        (logged_out / name).parent.mkdir(parents=True, exist_ok=True)
+        (logged_out / name).write_text(text)
+        (logged_out / name).chmod(0o600)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert check_sinks(config_of("wandb")) == []
+
+
+@pytest.mark.parametrize("text", ["machine other login user password c0ffee", "no netrc"])
+def test_a_login_elsewhere_is_none(logged_out, text):
+    (logged_out / ".netrc").write_text(text)
+    (logged_out / ".netrc").chmod(0o600)
+    assert "nobody is logged in to api.wandb.ai" in check_sinks(config_of("wandb"))[0]
+
+
+def test_an_evaluation_sends_nothing_and_asks_for_no_sink(logged_out, monkeypatch):
+    monkeypatch.setattr("flowjax.launch.preflight._start_probe", lambda *_: None)
+    monkeypatch.setattr("flowjax.launch.preflight._finish_probe", lambda _: ([], [], {}))
+    config = config_of("wandb")
+
+    def said() -> bool:
+        return any("nobody is logged in" in text for text in examine(resolve(config, logged_out), Devices()).here)
+
+    assert said()
+    config.eval.versions = (1,)
+    assert not said()
 
 
 def test_nothing_is_imported_that_is_not_named():
