@@ -151,7 +151,7 @@ def _values(path: Path) -> dict[str, Any]:
     for name in given:
         if name not in _FIELDS and (near := nearest(name, _FIELDS)):  # names of its own are its own matter
             raise ConfigError(f"{path}: {name} is nothing that a sweep has{near}")
-    values = {name: given.get(name, default) for name, (_, default, _) in _FIELDS.items()}
+    values = {name: _python(given.get(name, default)) for name, (_, default, _) in _FIELDS.items()}
     for name, (kind, _, remedy) in _FIELDS.items():
         if name == "SEEDS" and isinstance(values[name], list | range):
             values[name] = tuple(values[name])
@@ -164,6 +164,15 @@ def _values(path: Path) -> dict[str, Any]:
         if not isinstance(variant, str | Mapping):
             raise ConfigError(f"{path}: VARIANTS[{name!r}] is {shown(variant)}: give a dict of fields, or a recipe")
     return values
+
+
+def _python(value: Any) -> Any:
+    """A value with Python's numbers in place of numpy's, of which grids are made: flags take no other."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {name: _python(each) for name, each in value.items()}
+    return type(value)(map(_python, value)) if type(value) in (list, tuple) else value
 
 
 def _fits(name: str, value: Any) -> bool:

@@ -127,6 +127,20 @@ def test_a_workflow_that_lists_no_outcomes_of_its_episodes_may_have_any(folder, 
         sweep_of(text.replace("unlisted", "flowjax.workflows.single"))
 
 
+def test_a_grid_may_be_of_numpy():
+    sweep = sweep_of(
+        "import numpy as np\n"
+        'RECIPE, SEEDS = "recipe.py", np.arange(2)\n'
+        "rates = np.logspace(-5, -3, 2)\n"
+        'VARIANTS = {f"lr{i}": {"optimizer.learning_rate": rate} for i, rate in enumerate(rates)}\n'
+        'VARIANTS["rank"] = {"policy.lora.rank": np.int64(4), "reward.components": {"success": np.float32(0.5)}}\n'
+    )
+    rates = [run.config.optimizer.learning_rate for run in sweep.runs]
+    assert rates[::2][:2] == pytest.approx([1e-5, 1e-3]) and type(rates[0]) is float
+    assert [run.seed for run in sweep.runs] == [0, 1] * 3 and type(sweep.runs[1].config.seed) is int
+    assert (sweep.runs[-1].config.policy.lora.rank, sweep.runs[-1].config.reward.components.success) == (4, 0.5)
+
+
 def test_a_page_is_no_sweep_file():
     Path("README.md").write_text("# A page")
     with pytest.raises(ConfigError, match=r"there is no sweep file README.md: give a Python file with RECIPE"):
