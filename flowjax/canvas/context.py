@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ParamSpec, TypeVar
 
-from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable, Completion, OnText, Request
+from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable, Completion, OnText, Request, reply_of
 from flowjax.canvas.operators import OperatorError
 from flowjax.canvas.values import Message, Problem, State, Usage, Value, in_thinking
 from flowjax.grading import code, sandbox
@@ -280,7 +280,7 @@ class CallContext:
                 raise
             usage, asked_s = Usage(calls=1), time.monotonic()
             try:
-                completion = await self._backend.complete(request)
+                completion = await reply_of(self._backend, request)
                 used = completion.usage
                 usage = Usage(1, used.prompt_tokens, used.sampled_tokens, used.cost)
                 return completion

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowjax.canvas.backends import Backend, BackendError, Request
+from flowjax.canvas.backends import Backend, BackendError, Request, reply_of
 from flowjax.canvas.backends.config import BackendConfigError, open_backends, read_backends, read_options
 from flowjax.canvas.backends.openai import OpenAIBackend
 from flowjax.canvas.operators import OperatorError, object_form, object_of, object_schema
@@ -89,7 +89,7 @@ async def _answers(name: str, backend: Backend, timeout_s: float) -> Finding:
     request = Request([{"role": "user", "content": PROBE}], max_new_tokens=PROBE_TOKENS)
     try:
         async with asyncio.timeout(timeout_s):
-            completion = await backend.complete(request)
+            completion = await reply_of(backend, request)
         seconds, text = time.monotonic() - started_s, " ".join(completion.text.split())[:60]
     except TimeoutError:
         return Finding(subject, False, f"no answer within {timeout_s:g} s")

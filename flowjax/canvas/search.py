@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from flowjax.canvas import edits
-from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable, Request
+from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable, Request, reply_of
 from flowjax.canvas.backends.config import BackendConfigError, open_backends, read_backends
 from flowjax.canvas.checks import problems, unknown_name
 from flowjax.canvas.forms import read_workflow, to_json
@@ -322,7 +322,7 @@ class WorkflowSearch:
             request = Request(messages, temperature=1.0, max_new_tokens=_REPLY_TOKENS, seed=seed)
             self.asked += 1
             try:
-                reply = (await self.optimizer.complete(request)).text
+                reply = (await reply_of(self.optimizer, request)).text
             except Exception as error:  # as `Backend` says: what is no refusal of this request is an outage
                 if not isinstance(error, BackendError) or isinstance(error, BackendUnavailable):
                     raise BackendAway(f"--optimizer: {type(error).__name__}: {error}") from error

@@ -65,7 +65,7 @@ def test_each_backend_is_asked():
     assert found["backend small"].works and "'Ready.'" in found["backend small"].text
     assert not found["backend large"].works and "connection refused" in found["backend large"].text
     assert not found["backend slow"].works and "within 2 s" in found["backend slow"].text
-    assert not found["backend wordy"].works and "AttributeError" in found["backend wordy"].text
+    assert not found["backend wordy"].works and "Wordy.complete: the reply is 'ready'" in found["backend wordy"].text
 
 
 def test_programs_are_refused_without_isolation(no_isolation: None, caplog: pytest.LogCaptureFixture):

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from chat_server import ChatServer, Reply, chat, refusal, serving
@@ -123,6 +123,38 @@ def test_a_backend_with_a_bug_is_away_and_an_operator_cannot_hide_that():
         assert (result.status, result.error) == ("executor_error", "OSError: no route to host")
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize(
+    ("reply", "fault"),
+    [
+        ("Answer: 5", "the reply is 'Answer: 5'"),
+        (Completion(cast(Any, None), Usage(1, 1, 1)), "text is None"),  # `message.content` of OpenAI's SDK may be
+        (Completion("Answer: 5", cast(Any, {"prompt_tokens": 3})), "usage is {'prompt_tokens': 3}"),
+        (Completion("Answer: 5", Usage(1, -1000, 1)), "usage.prompt_tokens is -1000"),
+        (Completion("Answer: 5", Usage(1, 1, cast(Any, None))), "usage.sampled_tokens is None"),
+        (Completion("Answer: 5", Usage(1, 1, 1, float("nan"))), "usage.cost is nan"),
+        (Completion("Answer: 5", Usage(1, 1, 1, float("inf"))), "usage.cost is inf"),
+    ],
+)
+def test_a_reply_that_is_no_completion_is_an_outage(reply: Any, fault: str):
+    class Odd:
+        identity = "odd"
+
+        async def complete(self, request: Request) -> Any:
+            return reply
+
+    result = asyncio.run(
+        run(
+            parse("Custom"),
+            Problem("?"),
+            operators=load_operators(entry_points=False),
+            backends={"odd": Odd()},
+            default_backend="odd",
+        )
+    )
+    assert (result.status, result.usage) == ("executor_error", Usage(1))
+    assert result.error.startswith(f"Odd.complete: {fault}: ")
 
 
 def test_an_endpoint_that_keeps_silent_is_an_outage_but_many_short_answers_are_not():

@@ -5,12 +5,14 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import re
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flowjax.canvas.values import Message, Usage
+from flowjax.fields import shown
 
 _log = logging.getLogger(__name__)
 _CHARACTERS_PER_TOKEN = 4  # rough; only where an endpoint does not count
@@ -62,7 +64,8 @@ class Completion:
 class Backend(Protocol):
     """Answers requests. `identity` is equal exactly where equal requests may share an answer: caches go by it.
 
-    Whatever else than `BackendError` it raises counts as `BackendUnavailable`.
+    Whatever else than `BackendError` it raises counts as `BackendUnavailable`, as does a reply that is no completion.
+    Who needs a reply calls `reply_of`, which sees to the latter.
     """
 
     @property
@@ -74,6 +77,36 @@ class Backend(Protocol):
         BackendUnavailable: there is no answer to be had at present.
         """
         ...
+
+
+async def reply_of(backend: Backend, request: Request) -> Completion:
+    """The reply of a backend. One of anyone's own making may reply with what is no answer, and cannot be counted.
+
+    Raises:
+        BackendError: the request is refused.
+        BackendUnavailable: there is no answer, or it is none; the message then names the class and the field.
+    """
+    completion = await backend.complete(request)
+    if fault := _completion_fault(completion):
+        raise BackendUnavailable(f"{type(backend).__name__}.complete: {fault}")
+    return completion
+
+
+def _completion_fault(reply: Any) -> str:
+    """The field of a reply that cannot be used, its value and the remedy; "" where all can."""
+    if not isinstance(reply, Completion):
+        return f"the reply is {shown(reply)}: return a flowjax.canvas.backends.Completion"
+    if not isinstance(reply.text, str):
+        return f'text is {shown(reply.text)}: give a text, "" where the model gives none'
+    if not isinstance(reply.usage, Usage):
+        return f"usage is {shown(reply.usage)}: give a flowjax.canvas.values.Usage"
+    for name in ("prompt_tokens", "sampled_tokens"):
+        if not isinstance(value := getattr(reply.usage, name), int) or value < 0:
+            return f"usage.{name} is {shown(value)}: give a whole number from 0 on"
+    cost = reply.usage.cost
+    if not isinstance(cost, int | float) or not 0 <= cost < math.inf:  # false of nan, too
+        return f"usage.cost is {shown(cost)}: give a number from 0 on"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
