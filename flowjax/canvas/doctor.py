@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowjax.canvas.backends import Backend, BackendError, Request, reply_of
+from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable, Request, reply_of
 from flowjax.canvas.backends.config import BackendConfigError, open_backends, read_backends, read_options
 from flowjax.canvas.backends.openai import OpenAIBackend
 from flowjax.canvas.operators import OperatorError, object_form, object_of, object_schema
@@ -94,6 +94,10 @@ async def _answers(name: str, backend: Backend, timeout_s: float) -> Finding:
     except TimeoutError:
         return Finding(subject, False, f"no answer within {timeout_s:g} s")
     except Exception as error:  # whatever a backend raises is what there is to say of it
+        # By rules, or of one's own, it may know other requests than this one; an endpoint that refuses it is of no use.
+        refused = isinstance(error, BackendError) and not isinstance(error, BackendUnavailable)
+        if refused and not isinstance(backend, OpenAIBackend):
+            return Finding(subject, True, f"is there, and refuses a request that is no operator's: {error}")
         return Finding(subject, False, f"no answer: {type(error).__name__}: {error}")
     if isinstance(backend, OpenAIBackend) and backend.structured and (fault := await _schema_fault(backend, timeout_s)):
         return Finding(subject, False, fault)
@@ -117,15 +121,15 @@ async def _schema_fault(backend: Backend, timeout_s: float) -> str:
 
 
 async def silent_backends(config: Mapping[str, Mapping[str, Any]], timeout_s: float) -> list[Finding]:
-    """Findings on the endpoints of a config that do not answer as operators need it; engines of a run are left out.
+    """Findings on the backends of a config that do not answer as operators need it; engines of a run are left out.
 
     Raises:
         BackendConfigError: one is configured wrongly.
     """
-    endpoints = {name: dict(given) for name, given in config.items() if given.get("kind") == "openai"}
-    if not endpoints:
+    asked = {name: dict(given) for name, given in config.items() if given.get("kind") != "run"}
+    if not asked:
         return []
-    async with open_backends(endpoints) as backends:
+    async with open_backends(asked) as backends:
         found = await asyncio.gather(*(_answers(name, backend, timeout_s) for name, backend in backends.items()))
     return [finding for finding in found if not finding.works]
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import sys
+import types
 
 import pytest
 
 from flowjax.canvas.backends import OfflineBackend, Request
-from flowjax.canvas.backends.config import BackendConfigError, backends_from_config, read_backends
+from flowjax.canvas.backends.config import BackendConfigError, backends_from_config, open_backends, read_backends
 from flowjax.canvas.backends.openai import OpenAIBackend
 from tests.canvas.toy_operators import Echo
 
@@ -184,3 +185,35 @@ def test_an_offline_backend():
 def test_rules_that_could_answer_nothing_are_refused(rules, message):
     with pytest.raises(BackendConfigError, match=message):
         backends_from_config({"s": {"kind": "offline", "rules": rules}})
+
+
+class Closing(Echo):
+    """Closed by a plain method, as clients without asyncio are."""
+
+    closed = 0
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+class ClosingLater(Echo):
+    closed = 0
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        type(self).closed += 1
+
+
+@pytest.mark.parametrize("kind", [Closing, ClosingLater])
+def test_backends_of_ones_own_are_closed_by_methods_of_both_kinds(
+    kind: type[Closing | ClosingLater], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(kind, "closed", 0)
+    monkeypatch.setitem(sys.modules, "closing", types.SimpleNamespace(make=kind))
+
+    async def opened() -> None:
+        async with open_backends({"own": {"kind": "closing:make"}}) as backends:
+            assert isinstance(backends["own"], kind)
+
+    asyncio.run(opened())
+    assert kind.closed == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowjax.canvas import doctor
-from flowjax.canvas.backends import BackendError, Completion, Request
+from flowjax.canvas.backends import BackendError, BackendUnavailable, Completion, Request
 from flowjax.canvas.backends.config import read_options
 from flowjax.canvas.values import Usage
 from flowjax.grading import sandbox
@@ -31,7 +31,16 @@ class Away:
     identity = "away"
 
     async def complete(self, request: Request) -> Completion:
-        raise BackendError("connection refused")
+        raise BackendUnavailable("connection refused")
+
+
+class Choosy:
+    """Knows other requests."""
+
+    identity = "choosy"
+
+    async def complete(self, request: Request) -> Completion:
+        raise BackendError("no exercise")
 
 
 class Asleep:
@@ -58,12 +67,13 @@ def no_isolation(monkeypatch: pytest.MonkeyPatch):
 
 def test_each_backend_is_asked():
     """Published: a backend that is missing from the config becomes another one at another address, without a word."""
-    backends = {"small": Ready(), "large": Away(), "slow": Asleep(), "wordy": Wordy()}
+    backends = {"small": Ready(), "large": Away(), "slow": Asleep(), "wordy": Wordy(), "choosy": Choosy()}
     found = {finding.subject: finding for finding in asyncio.run(doctor.examine(backends, timeout_s=2.0))}
     assert found["isolation"].works and found["isolation"].text.startswith("bubblewrap")
     assert found["operators"].works and found["operators"].text.startswith("14: Plan, Decompose")
     assert found["backend small"].works and "'Ready.'" in found["backend small"].text
     assert not found["backend large"].works and "connection refused" in found["backend large"].text
+    assert found["backend choosy"].works and "no operator's: no exercise" in found["backend choosy"].text
     assert not found["backend slow"].works and "within 2 s" in found["backend slow"].text
     assert not found["backend wordy"].works and "Wordy.complete: the reply is 'ready'" in found["backend wordy"].text
 
@@ -98,8 +108,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("outer", [{}, {"default_backend": "small", "allow_no_isolation": True}])
 def test_backends_are_asked_in_both_forms_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], outer: dict):
-    rules = {"small": [{"answer": "ready"}], "large": [{"error": "away"}]}
-    backends = {name: {"kind": "offline", "rules": each} for name, each in rules.items()}
+    small = {"kind": "offline", "rules": [{"answer": "ready"}]}
+    backends = {"small": small, "large": {"kind": "tests.canvas.test_doctor:Away"}}
     path = tmp_path / "backends.json"
     path.write_text(json.dumps({**outer, "backends": backends} if outer else backends))
     assert run_doctor(f"--config={path}") == 1

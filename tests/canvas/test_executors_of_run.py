@@ -197,6 +197,17 @@ def test_endpoints_are_asked_before_anything_starts(config: ConfigDict, monkeypa
         assert "CANVAS_TEST_KEY, which is not set" in checked(config)[0][0]
 
 
+def test_backends_of_ones_own_are_asked_before_anything_starts(config: ConfigDict):
+    simulated, own = {"kind": "flowjax.envs.canvas.offline:SimulatedSolver"}, "tests.canvas.test_doctor"
+    config.env.options.backends = ConfigDict({"simulated": simulated, "own": {"kind": f"{own}:Ready"}})
+    config.env.options.default_backend = "own"
+    assert checked(config) == ([], [])
+    config.env.options.backends.own = ConfigDict({"kind": f"{own}:Away"})
+    problems, (here,) = checked(config)
+    assert problems == [] and "simulated" not in here
+    assert "config.env.options backends: backend own no answer: BackendUnavailable: connection refused" in here
+
+
 def test_five_deaths_of_the_engine_are_seen_by_no_episode(config: ConfigDict, tmp_path: Path):
     """Every outcome is what it is on an engine that never dies, and no episode is lost."""
     config.engine.port, config.env.options.step_s = consecutive_ports(1), 60.0

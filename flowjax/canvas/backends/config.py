@@ -10,6 +10,7 @@ Nothing is guessed: an unknown name, a missing address or an unset key variable 
 
 import contextlib
 import difflib
+import inspect
 import json
 import os
 import re
@@ -78,8 +79,8 @@ async def open_backends(config: Mapping[str, Mapping[str, Any]]) -> AsyncIterato
         yield backends
     finally:
         for backend in backends.values():
-            if (close := getattr(backend, "close", None)) is not None:
-                await close()
+            if (close := getattr(backend, "close", None)) is not None and inspect.isawaitable(closing := close()):
+                await closing
 
 
 def read_options(source: str, flag: str = "--config") -> Mapping[str, Any]:

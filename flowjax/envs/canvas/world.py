@@ -71,7 +71,7 @@ from flowjax.records import Task
 if TYPE_CHECKING:
     import grain
 
-ANSWER_S = 20.0  # how long an endpoint may take to answer before a run
+ANSWER_S = 20.0  # how long a backend may take to answer before a run
 _VOCABULARY_TASKS = 1000  # whose lessons say all words that there are
 TASKS = 1 << 31  # length of a source of generated exercises; slice it
 OFFLINE = {"kind": "flowjax.envs.canvas.offline:SimulatedSolver"}
@@ -235,7 +235,7 @@ class Canvas(World):
         return made
 
     def obstacles(self) -> Iterator[str]:
-        """Endpoints that do not answer, or not by a JSON schema."""
+        """Backends that do not answer, and endpoints that do not by a JSON schema."""
         try:
             found = asyncio.run(silent_backends(self.options.backends, ANSWER_S))
         except BackendConfigError as error:
