@@ -32,7 +32,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flowjax.canvas.backends import BackendError, Prices, Request
+from flowjax.canvas.backends import Backend, BackendError, Completion, Prices, Request
 from flowjax.canvas.backends.config import BackendConfigError, open_backends
 from flowjax.config import BASE_NAME, ConfigError, asks_help, load_run, save_run, task_options
 from flowjax.dataflow.evaluations import keep_evaluation
@@ -67,7 +67,7 @@ from flowjax.monitor.held_out import markdown, rows, summarise
 from flowjax.monitor.metrics import Progress
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.trouble import explain
-from flowjax.records import Lease
+from flowjax.records import Episode, Lease
 from flowjax.rewards import Components
 from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
@@ -615,7 +615,8 @@ def _play(evaluations: Sequence[Evaluation], request: EvaluationRequest, console
             for evaluation in evaluations:
                 _tell_environments(evaluation.run.folder, {})
                 async with _pool(evaluation.run) as pool:
-                    player = EpisodePlayer.of_run(evaluation.run, pool=pool, backend=backends["endpoint"])
+                    counted = _CountedBackend(backends["endpoint"], _tokens_file(evaluation))
+                    player = EpisodePlayer.of_run(evaluation.run, pool=pool, backend=counted)
                     await _play_with(evaluation, player, session)
 
     if request.endpoint:
@@ -626,6 +627,26 @@ def _play(evaluations: Sequence[Evaluation], request: EvaluationRequest, console
         return asyncio.run(session.run(lambda: engine_roles(run, ports, devices), with_engines, first=int8_roles(run)))
     finally:
         drop_copies(run)
+
+
+class _CountedBackend:
+    """The endpoint, whose tokens are noted as it replies: an attempt that fails leaves no episode, and was paid for."""
+
+    def __init__(self, backend: Backend, file: Path):
+        self.identity = backend.identity
+        self._backend, self._file = backend, file
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Backend`."""
+        completion = await self._backend.complete(request)
+        with self._file.open("a") as file:
+            file.write(f"{completion.usage.prompt_tokens} {completion.usage.sampled_tokens}\n")
+        return completion
+
+
+def _tokens_file(evaluation: Evaluation) -> Path:
+    """Tokens read and sampled of each reply of an endpoint, in all starts, a line each."""
+    return evaluation.run.folder / "endpoint-tokens.txt"
 
 
 async def _play_served(evaluation: Evaluation, endpoints: Mapping[str, str], session: RunSession) -> None:
@@ -701,6 +722,9 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
     kept = keep_evaluation(run.folder, evaluation.name, played, rewards_of(run), transcripts=transcripts)
     results = summarise(kept.episodes, no_shares_of(run.folder))
     results |= {"asked": run.config.eval.tasks, "unfinished": len(leases) - len(played)}
+    if lost := _tokens_lost(evaluation, episodes.values()):
+        results["tokens"] = {kind: count + lost[kind] for kind, count in results["tokens"].items()}
+        results["tokens_lost"] = lost
     if cost := prices.cost(results["tokens"]["prompt"], results["tokens"]["sampled"]):
         results["cost"] = cost
     settings = run.config.eval
@@ -713,6 +737,21 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
     replace_file(run.folder / "results.json", json.dumps(results, indent=2) + "\n")
     replace_file(run.folder / "results.md", markdown(results))
     return results
+
+
+def _tokens_lost(evaluation: Evaluation, episodes: Iterable[Episode]) -> dict[str, int]:
+    """Tokens of an endpoint's replies that are in no episode, {} where all are."""
+    if not (file := _tokens_file(evaluation)).exists():
+        return {}
+    lines = (line.split() for line in file.read_text().splitlines())
+    replies = [(int(line[0]), int(line[1])) for line in lines if len(line) == 2]  # a crash may have cut one short
+    turns = [turn for episode in episodes for turn in episode.turns]
+    lost = {
+        "prompt": sum(prompt for prompt, _ in replies) - sum(len(turn.prompt_ids) for turn in turns),
+        "sampled": sum(sampled for _, sampled in replies) - sum(len(turn.sampled_ids) for turn in turns),
+    }
+    # Below 0 where flowjax has kept episodes before it counted replies: what those starts lost is not known.
+    return {kind: max(count, 0) for kind, count in lost.items()} if max(lost.values()) > 0 else {}
 
 
 def rewards_of(run: Run) -> dict[str, Components]:

@@ -215,6 +215,23 @@ def test_a_request_that_is_refused_costs_its_episode_alone(tmp_path, endpoint, c
     assert json.loads((tmp_path / "out" / "results.json").read_text())["unfinished"] == 0
 
 
+def test_replies_to_attempts_that_failed_are_counted_and_paid_for(tmp_path, endpoint, command, capsys):
+    """Some episodes fail after their reply, each time that they are played."""
+    workflow = "tests.rollout.unruly_workflows:every_fourth_lacks_its_outcome"
+    command += [f"--config.workflow={workflow}", "--price_prompt=1", "--price_sampled=10"]
+    for _ in range(2):  # the second start tries the same ones again
+        assert main(command) == 0
+        results = json.loads((tmp_path / "out" / "results.json").read_text())
+        asked = sum(body["messages"][0]["content"] != "Say yes." for body in endpoint.bodies)
+        lost = asked - results["episodes"]
+        assert results["unfinished"] and lost > results["unfinished"]
+        assert results["tokens"] == {"prompt": 10 * asked, "sampled": 2 * asked}
+        assert results["tokens_lost"] == {"prompt": 10 * lost, "sampled": 2 * lost}
+        assert results["cost"] == pytest.approx(30 * asked / 1e6)
+        said = f"{10 * asked:,} read, {2 * asked:,} sampled ({10 * lost:,} and {2 * lost:,} of them by attempts"
+        assert said in (tmp_path / "out" / "results.md").read_text()
+
+
 def test_calls_of_one_agent_that_are_under_way_at_once_have_seeds_of_their_own():
     class Holds:
         identity, seeds = "", []

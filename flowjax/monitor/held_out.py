@@ -198,7 +198,10 @@ def rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         if name != "success":
             value = results["metrics"][name]
             found.append((name, f"{value['mean']:.3g} [{value['low']:.3g}, {value['high']:.3g}]"))
-    found.append(("tokens in all", "{prompt:,} read, {sampled:,} sampled".format(**results["tokens"])))
+    tokens = "{prompt:,} read, {sampled:,} sampled".format(**results["tokens"])
+    if lost := results.get("tokens_lost"):
+        tokens += " ({prompt:,} and {sampled:,} of them by attempts that left no episode)".format(**lost)
+    found.append(("tokens in all", tokens))
     if "cost" in results:
         found.append(("cost in all", f"{results['cost']:.6g}"))
     return found
