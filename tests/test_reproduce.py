@@ -101,6 +101,25 @@ def test_a_mark_that_cannot_be_read_is_named_with_its_line(tmp_path: Path, befor
         documented(page)
 
 
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        (
+            "docs/nope.md",
+            "--pages has {page}, which cannot be read (No such file or directory): name pages from {root}, ",
+        ),
+        ("{folder}/torn.md", "torn.md:1: no table follows the mark"),
+    ],
+)
+def test_a_page_that_cannot_be_read_is_named_in_one_line(tmp_path: Path, page: str, said: str):
+    (tmp_path / "torn.md").write_text("<!-- not made again: why -->\n\nNo table.\n")
+    page = page.format(folder=tmp_path)
+    command = [sys.executable, "-m", "tests.benchmarks.reproduce", "--list", f"--pages={page}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"reproduce: {said.format(page=ROOT / page, root=ROOT)}")
+
+
 def test_every_table_with_a_spread_says_what_makes_it_and_the_command_is_there():
     for page in PAGES:
         marked, unmarked = documented(page)

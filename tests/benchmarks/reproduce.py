@@ -16,7 +16,7 @@ seconds, and single runs.
 
 Writes `<out>/<page>-<line>.md` for each table, with the command, commit, versions and machine, the table as it came out
 and each cell that differs, and prints a line for each table. A command that has been run is not run again. Exit status
-1: some cells differ, or a command failed.
+1: some cells differ, or a command failed; 2: there is no such page, or a mark of it cannot be read.
 """
 
 import json
@@ -251,7 +251,15 @@ def main(argv: Sequence[str]) -> None:
     given = flags.FLAGS
     pages = [ROOT / page for page in given.pages] or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     out = Path(given.out).absolute()
-    found = [table for page in pages for table in documented(page)[0]]
+    try:
+        found = [table for page in pages for table in documented(page)[0]]
+    except OSError as error:
+        problem = f"--pages has {error.filename}, which cannot be read ({error.strerror})"
+        print(f"reproduce: {problem}: name pages from {ROOT}, such as docs/worlds/sokoban.md", file=sys.stderr)
+        raise SystemExit(2) from error
+    except ValueError as error:
+        print(f"reproduce: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
     failed = False
     for stated in found:
         if stated.why:
