@@ -26,7 +26,7 @@ from rich.table import Table
 from flowjax.config import ConfigError, asks_help
 from flowjax.envs import WorldError, find_world
 from flowjax.envs.demonstrations import no_shares_of
-from flowjax.monitor.held_out import METRICS, by_task, evaluation_of, read_held_out
+from flowjax.monitor.held_out import METRICS, by_task, evaluation_of, is_share, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
 from flowjax.workflows import episode_outcomes
 
@@ -136,7 +136,7 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
     columns = ("", "seeds", "mean", "95 % over tasks", "each seed")
     table = Table(*columns, title=f"{metric} on {found.tasks} shared tasks", title_justify="left")
     for name, side in zip("AB", scores, strict=True):
-        mean, low, high = task_interval(side.mean(axis=0), share=metric not in counts)
+        mean, low, high = task_interval(side.mean(axis=0), share=is_share(metric, side.flat, counts))
         each = " ".join(f"{value:.3f}" for value in side.mean(axis=1))
         table.add_row(name, str(len(side)), f"{mean:.3f}", f"[{low:.3f}, {high:.3f}]", each)
     console.print(table)

@@ -52,6 +52,7 @@ from flowjax.launch.machine import RunInUse, check_unused, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.session import RunConsole
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, on_signals
+from flowjax.monitor.held_out import is_share
 from flowjax.monitor.statistics import difference, task_interval
 from flowjax.run import resolve
 
@@ -335,7 +336,7 @@ def compare_variants(sweep: Sweep) -> tuple[list[_Row], list[str]]:
     shared = shared_tasks(*(list(scores[name].values()) for name in there)) if there else []
     for name, other in zip(there, shared, strict=True):
         base, first = scores[there[0]], shared[0]
-        mean, low, high = task_interval(other.mean(axis=0), share=sweep.metric not in counts)
+        mean, low, high = task_interval(other.mean(axis=0), share=is_share(sweep.metric, other.flat, counts))
         row = _Row(name, other.mean(axis=1), mean, low, high)
         if name != there[0]:
             both = [seed for seed in base if seed in scores[name]]
@@ -354,8 +355,7 @@ def compare_variants(sweep: Sweep) -> tuple[list[_Row], list[str]]:
             row = _Row(name, row.seeds, mean, low, high, more, f"{found.p_value:.3g}", f"{found.improvement:.3f}")
             said.append(f"{name} (A) and {there[0]} (B){of}: {conclusion(found, sweep.metric)}")
         rows.append(row)
-    lacking = [run.folder.name for run in sweep.runs if not run.result.exists()]
-    if lacking:
+    if lacking := [run.folder.name for run in sweep.runs if not run.result.exists()]:
         said.append(f"Not finished, and left out: {', '.join(lacking)}.")
     if left:
         said.append(f"Left out, for they share no two held-out tasks with the others: {', '.join(left)}.")

@@ -57,10 +57,12 @@ def test_what_a_world_counts_has_no_interval_of_a_share(tmp_path: Path):
     config.env.name = "flowjax.envs.math:Math"
     save_run(config, tmp_path / "run")
     outcome = {"calculations": 1.0, "answered": 1.0}
-    episodes = [HeldOutEpisode(task, task, "", 0, "ok", 1.0, 3, 6, outcome, {}) for task in "abcdefgh"]
+    rewards = {"solver": 0.5, "verifier": 0.0}
+    episodes = [HeldOutEpisode(task, task, "", 0, "ok", 1.0, 3, 6, outcome, rewards) for task in "abcdefgh"]
     write_held_out(tmp_path / "run", "agent@40", episodes)
     assert printed([tmp_path / "run"], [tmp_path / "run"], metric="calculations").count("[1.000, 1.000]") == 2
     assert printed([tmp_path / "run"], [tmp_path / "run"], metric="answered").count("[0.676, 1.000]") == 2
+    assert printed([tmp_path / "run"], [tmp_path / "run"], metric="reward").count("[0.250, 0.250]") == 2
     metrics = summarise(episodes, no_shares_of(tmp_path / "run"))["metrics"]
     assert metrics["calculations"]["low"] == metrics["turns"]["high"] / 3 == 1.0 > metrics["answered"]["low"]
     assert no_shares_of(tmp_path / "no run") == set(NO_SHARES)

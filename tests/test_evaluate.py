@@ -426,6 +426,15 @@ def test_a_count_that_is_the_same_in_every_episode_has_no_bounds_of_a_share():
     assert metrics["success"]["low"] == pytest.approx(0.510, abs=0.001)
 
 
+@pytest.mark.parametrize(("rewards", "share"), [({"a": 1.0}, True), ({"a": 0.5, "b": 0.0}, False), ({"a": 0.7}, False)])
+def test_a_reward_has_bounds_of_a_share_where_it_is_all_or_nothing(rewards: dict[str, float], share: bool):
+    """A quarter in every task, the mean of two policies, was said to be 0.25 [0.0456, 0.699]."""
+    found = summarise([replace(played(task, True, attempts=1.0), rewards=rewards) for task in "abcd"])["metrics"]
+    assert (found["reward"]["low"] < found["reward"]["high"]) is share
+    assert found["attempts"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    assert found["success"]["low"] == pytest.approx(0.510, abs=0.001)
+
+
 def test_each_source_has_its_success_and_an_outcome_that_some_lack_is_left_out():
     episodes = [played("x", True, source="small", score=1.0), played("y", False, source="large")]
     results = summarise(episodes)

@@ -17,8 +17,8 @@ from flowjax.monitor.statistics import majority_at_k, pass_at_k, task_interval
 Interval = dict[str, float]
 _FIRST = ("success", "reward")  # of the metrics, in tables
 METRICS = (*_FIRST, "turns", "sampled_tokens", "prompt_tokens")  # of every episode, beside its outcomes
-# No shares of 1, in any world; its own ones are in its COUNTS.
-NO_SHARES = ("turns", "invalid_actions", "env_return", "helpers", "sampled_tokens", "prompt_tokens")
+# No shares of 1, in any world or workflow of flowjax; a world's own ones are in its COUNTS.
+NO_SHARES = ("turns", "invalid_actions", "env_return", "helpers", "attempts", "sampled_tokens", "prompt_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,15 @@ def by_task(episodes: Sequence[HeldOutEpisode], metric: str) -> dict[str, list[f
     return found
 
 
+def is_share(metric: str, values: Iterable[float], no_shares: Collection[str]) -> bool:
+    """True if a metric that is the same in all tasks has the interval of a share of 1. A reward has where each value is
+    0 or 1: 0.25 in every task, as the mean of two policies may be, is no share of tasks."""
+    return metric not in no_shares and (metric != "reward" or all(value in (0.0, 1.0) for value in values))
+
+
 def summarise(episodes: Sequence[HeldOutEpisode], no_shares: Collection[str] = NO_SHARES) -> dict[str, Any]:
     """Results as in `results.json`: means with intervals over tasks, pass@k and maj@k. Of metrics that are
-    `no_shares` of 1, equal values have no interval.
+    `no_shares` of 1, equal values have no interval, nor have those of a reward between 0 and 1.
 
     These are there for k = 1, 2, 4 ... up to the samples that half of the tasks have, each over the `tasks` that have
     k; maj@k where the world compares answers.
@@ -138,7 +144,13 @@ def summarise(episodes: Sequence[HeldOutEpisode], no_shares: Collection[str] = N
     return {
         "tasks": len(tasks),
         "episodes": len(episodes),
-        "metrics": {name: _interval(by_task(episodes, name), share=name not in no_shares) for name in names},
+        "metrics": {
+            name: _interval(
+                by_task(episodes, name),
+                share=is_share(name, (episode.metrics[name] for episode in episodes), no_shares),
+            )
+            for name in names
+        },
         "pass_at": {k: _over_tasks(of, lambda played, k=k: _pass_at(played, k)) for k, of in sampled.items()},
         "majority_at": {k: _over_tasks(of, lambda played, k=k: _majority_at(played, k)) for k, of in compared.items()},
         "sources": _success_by(episodes, lambda episode: episode.source),
