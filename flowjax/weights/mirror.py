@@ -21,11 +21,11 @@ import aiohttp
 from absl import logging
 
 from flowjax.config import ConfigError
-from flowjax.files import FileHeldError, digest_of, held, new_folder
+from flowjax.files import FileHeldError, digest_of, held, new_folder, replace_file
 from flowjax.monitor.token import known_run_id, known_token
 from flowjax.run import Run, read_endpoints, read_run
 from flowjax.weights.delta import DeltaError, open_folder
-from flowjax.weights.publish import HANDED_OVER, commit_copy, commit_of, committed_steps
+from flowjax.weights.publish import COMMIT_MARKER, HANDED_OVER, commit_of, committed_steps
 from flowjax.weights.source import OriginError, RunSource, source
 
 _LOOK_EVERY_S = 0.5  # at the versions of the run
@@ -295,7 +295,7 @@ class WeightsMirror:
         if (await self._ask())[policy].lacks(step, identity):
             return
         # Marker, then rename: the follower lists numbered folders with a marker, and must find none that is not whole.
-        commit_copy(unfinished, identity)
+        replace_file(unfinished / COMMIT_MARKER, identity)  # as a copy of it, with no arrays
         unfinished.rename(folder)
         logging.info("%s %d is here, by %d bytes", policy, step, size_bytes)
 

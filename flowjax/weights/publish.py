@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import future
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from flowjax.files import FileHeldError, held, replace_file
+from flowjax.files import FileHeldError, held
 from flowjax.monitor.trouble import explain, quiet_orbax
 
 PyTree = Any
@@ -91,11 +92,6 @@ def commit_of(directory: Path, step: int) -> str | None:
     except FileNotFoundError:
         return None
     return copied if copied.isdecimal() else str(made_ns)  # Orbax writes a sentence
-
-
-def commit_copy(step: Path, commit: str) -> None:
-    """Mark the folder of a step as complete, which holds what was handed over and no arrays, as a copy of `commit`."""
-    replace_file(step / COMMIT_MARKER, commit)
 
 
 def read_adapter(directory: Path, step: int) -> dict[str, Any]:
@@ -235,6 +231,11 @@ class Checkpoints:
         with self._saving():
             self._manager.wait_until_finished()
 
+    def check(self) -> None:
+        """Raise as `wait` does, if the last save has failed by now."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+
     def restore(self, step: int, *, adapter: PyTree, optimizer: PyTree) -> Restored:
         """The whole checkpoint, shaped and placed like `adapter` and `optimizer` (arrays or ShapeDtypeStructs).
 
@@ -327,20 +328,16 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None or jax.process_count() == 1:  # of several, one that fails is alone here: Orbax waits for all
+            self.close()
 
     def _open(self) -> ocp.CheckpointManager:
-        return ocp.CheckpointManager(
-            self.directory,
-            item_handlers={
-                "adapter": ocp.PyTreeCheckpointHandler(),
-                "optimizer": ocp.PyTreeCheckpointHandler(),
-                "data": ocp.JsonCheckpointHandler(),
-                HANDED_OVER: _FolderHandler(),
-            },
-            options=ocp.CheckpointManagerOptions(preservation_policy=self._kept, lightweight_initialize=True),
-        )
+        handlers: dict[str, Any] = {name: ocp.PyTreeCheckpointHandler() for name in ("adapter", "optimizer")}
+        handlers |= {_STATE: ocp.JsonCheckpointHandler(), HANDED_OVER: _FolderHandler()}
+        options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, lightweight_initialize=True)
+        options.async_options = ocp.AsyncOptions(barrier_sync_fn=_wait_for_all)
+        return ocp.CheckpointManager(self.directory, item_handlers=handlers, options=options)
 
     def _remove_unfinished(self) -> None:
         """Sweep what a killed writer left; Orbax refuses to write a step whose unfinished folder still lies there."""
@@ -357,11 +354,8 @@ class Checkpoints:
             (self.directory / str(step) / COMMIT_MARKER).unlink()  # first: half of a version is none
             shutil.rmtree(self.directory / str(step))
         if lost:
-            _log.warning(
-                "versions %s were published after checkpoint %s and are lost: they are made anew",
-                ", ".join(map(str, lost)),
-                newest,
-            )
+            those = ", ".join(map(str, lost))
+            _log.warning("versions %s were published after checkpoint %s and are lost: made anew", those, newest)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -369,9 +363,16 @@ class Checkpoints:
             with _writable(self.directory):
                 yield
         except CheckpointError:
-            self._remove_unfinished()
-            self._manager = self._open()  # the old manager would raise the same error again
+            if jax.process_count() == 1:  # one of several would wait for the others to do so, too
+                self._remove_unfinished()
+                self._manager = self._open()  # the old manager would raise the same error again
             raise
+
+
+def _wait_for_all(*, key: str, timeout_ms: int) -> None:
+    """The barrier of all processes, but not for one whose save has failed: the others wait at another, 20 minutes."""
+    if sys.exc_info()[0] is None:
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def _is_fault_of_reader(error: BaseException) -> bool:
@@ -416,15 +417,14 @@ def _readable(path: os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _sole_writer(directory: Path) -> Iterator[None]:
-    with ExitStack() as lock:
-        try:
-            lock.enter_context(held(directory / _LOCK_FILE, wait_s=_HANDOVER_S))
-        except FileHeldError as error:
-            raise CheckpointError(
-                f"another trainer ({error}) writes the checkpoints in {directory}: a policy has one trainer. End that "
-                "process, then start this one again"
-            ) from error
-        yield
+    try:
+        with held(directory / _LOCK_FILE, wait_s=_HANDOVER_S):
+            yield
+    except FileHeldError as error:
+        raise CheckpointError(
+            f"another trainer ({error}) writes the checkpoints in {directory}: a policy has one trainer. End that "
+            "process, then start this one again"
+        ) from error
 
 
 @contextmanager

@@ -19,13 +19,17 @@ from flowjax.trainer.train import use_compile_cache
 from flowjax.weights.publish import committed_steps, read_adapter
 
 
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 @pytest.mark.integration
 @pytest.mark.timeout(1500)
 def test_two_processes_train_as_one(tmp_path: Path):
     expected, _ = run(tmp_path / "one", settings(4, data=1, fsdp=1, tensor=1))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     # The second time they go on from what they saved together. The first time one loads for longer than Gloo waits.
     for steps, late_s in ((2, 35), (4, 0)):
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
@@ -100,6 +104,61 @@ def test_a_scheduled_process_learns_from_its_scheduler_who_it_is_and_takes_all_d
         [sys.executable, "-c", SCHEDULED], env=environment, capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == printed, done.stderr
+
+
+SAVE = """
+import os, resource, signal, sys, time
+import jax, jax.numpy as jnp
+from pathlib import Path
+from jax.sharding import NamedSharding, PartitionSpec
+from flowjax.config import default_config
+from flowjax.trainer.train import join
+from flowjax.weights.publish import CheckpointError, Checkpoints
+config = default_config()
+config.trainer.processes, config.trainer.coordinator = 2, sys.argv[2]
+join(config.trainer)
+halves = NamedSharding(jax.make_mesh((2,), ("x",)), PartitionSpec("x"))
+array = jax.jit(lambda: jax.random.normal(jax.random.key(0), (512, 512)), out_shardings=halves)()
+try:
+    with Checkpoints(Path(sys.argv[1])) as checkpoints:
+        checkpoints.save(0, {"a": array}, {}, {})
+        checkpoints.wait()
+        if jax.process_index() == 1:  # as a disk that is full, to this one alone
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        checkpoints.save(1, {"a": array}, {}, {})
+        while True:
+            checkpoints.check()
+            time.sleep(0.1)
+except CheckpointError as error:
+    os.write(1, f"{jax.process_index()} {error}".encode())
+    os._exit(1)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_a_save_that_fails_in_one_process_of_two_is_told_at_once(tmp_path):
+    """Orbax has it wait for the other for 20 minutes, and the other for it."""
+    address = free_address()
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAVE, str(tmp_path / "saved"), address],
+            env=environment | {training.NUMBER_VARIABLE: str(number)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        said = children[1].communicate(timeout=300)[0]
+        assert f"1 a checkpoint in {tmp_path / 'saved'} could not be written" in said
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert committed_steps(tmp_path / "saved") == [0]
 
 
 def main(folder: Path, address: str, steps: int, late_s: int) -> None:

@@ -282,6 +282,22 @@ def test_full_disk_is_said_once_and_earlier_checkpoints_stay(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_of_several_processes_the_one_whose_save_fails_goes_without_the_others(tmp_path, monkeypatch):
+    """A new manager, and the end of the old one, are met by all of them."""
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 0)
+    checkpoints.wait()
+    manager = checkpoints._manager
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(manager, "save", lambda *args, **named: (_ for _ in ()).throw(OSError("no disk")))
+    monkeypatch.setattr(Checkpoints, "_open", lambda _: pytest.fail("it would wait for the others"))
+    monkeypatch.setattr(Checkpoints, "close", lambda _: pytest.fail("it would wait for the others"))
+    with pytest.raises(CheckpointError, match="no disk"), checkpoints:
+        save(checkpoints, 1)
+    monkeypatch.undo()
+    checkpoints.close()
+
+
 @pytest.mark.parametrize("raised_in, shown", [("orbax/checkpoint/x.py", False), ("flowjax/x.py", True)])
 def test_errors_of_arrays_that_nobody_waited_for_are_not_told_again(raised_in, shown, caplog):
     quiet_orbax()
