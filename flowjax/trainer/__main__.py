@@ -1,8 +1,12 @@
 """The trainer role: `python -m flowjax.trainer --run=<run folder> [--policy=<the only one to train>] [--scheduled]`."""
 
+import os
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
+import jax
 from absl import app, flags
 
 from flowjax.broker import DataflowError
@@ -24,10 +28,23 @@ def main(argv: list[str]) -> None:
     try:
         train.main(Path(_RUN.value), _POLICY.value, scheduled=_SCHEDULED.value)
     except ConfigError as error:
-        print(f"trainer: {error}", file=sys.stderr, flush=True)
-        sys.exit(_USER_MISTAKE)
+        _end(f"trainer: {error}", _USER_MISTAKE)
     except (BatchError, CheckpointError, DataflowError, ModelError, SourceError) as error:
-        sys.exit(f"trainer: {error}")
+        _end(f"trainer: {error}", 1)
+    except (Exception, KeyboardInterrupt):
+        if not jax.distributed.is_initialized():
+            raise
+        _end(traceback.format_exc(), 1)
+
+
+def _end(problem: str, status: int) -> NoReturn:
+    """Say what is wrong and end. One of several processes does so at once: else JAX waits for the others at the end,
+    for five minutes, while they wait for this one in a step."""
+    print(problem, file=sys.stderr, flush=True)
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__" and not asks_help(sys.argv, __doc__):

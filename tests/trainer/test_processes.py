@@ -161,6 +161,38 @@ def test_a_save_that_fails_in_one_process_of_two_is_told_at_once(tmp_path):
     assert committed_steps(tmp_path / "saved") == [0]
 
 
+FAIL = """
+import sys, time
+import jax
+from flowjax.trainer import __main__ as role, train
+from flowjax.weights.publish import CheckpointError
+def fails(run, policy, scheduled):
+    jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+    if jax.process_index() == 0:
+        time.sleep(600)
+    raise {"a": CheckpointError("another trainer"), "b": train.ConfigError("a value"), "c": KeyError("k")}[sys.argv[3]]
+train.main = fails
+role.flags.FLAGS(["trainer", "--run=there"])
+role.main([])
+"""
+
+
+@pytest.mark.parametrize(("error", "status", "said"), [("a", 1, "another"), ("b", 2, "a value"), ("c", 1, "KeyError")])
+def test_one_process_that_fails_does_not_wait_for_those_that_wait_for_it(error, status, said):
+    address = free_address()
+    command = [sys.executable, "-c", FAIL, address]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    first = subprocess.Popen([*command, "0", error], env=environment)
+    try:
+        done = subprocess.run(
+            [*command, "1", error], env=environment, capture_output=True, text=True, check=False, timeout=250
+        )
+    finally:
+        first.kill()
+        first.wait()
+    assert done.returncode == status and said in done.stderr
+
+
 def main(folder: Path, address: str, steps: int, late_s: int) -> None:
     config = settings(steps, data=1, fsdp=2, tensor=2)
     with config.unlocked():
