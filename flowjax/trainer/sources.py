@@ -26,6 +26,7 @@ Mismatches = Mapping[str, tuple[float, int]]
 NO_MISMATCHES: Mismatches = MappingProxyType({})
 _MOST_MISMATCHES = 512  # in one message
 _PIECE_BYTES = 64 * 1024**2  # of a batch that goes from one process to the others
+_LOOK_S = 1.0  # between two looks at what else may go wrong while no batch comes
 _SIZE_BYTES = 8  # of the number of its bytes: 4 are too few for a long batch, and no integer of 8 goes without x64
 
 
@@ -169,9 +170,12 @@ class Ahead:
         if steps:
             self._asked.put(dict(steps))
 
-    def take(self) -> Served:
-        """The batch asked for; what went wrong there is raised here."""
-        answer = self._answers.get()
+    def take(self, timeout_s: float) -> Served | None:
+        """The batch asked for, or None if it has not come by then; what went wrong there is raised here."""
+        try:
+            answer = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -194,15 +198,21 @@ class Shared:
         if self._ahead is not None:
             self._ahead.ask(steps)
 
-    def take(self) -> Served:
-        served = self._ahead.take() if self._ahead is not None else None
-        if jax.process_count() == 1:
-            assert served is not None
-            return served
-        sent = pack({f.name: getattr(served, f.name) for f in fields(Served)}) if served is not None else b""
-        # Its size first: a broadcast takes arrays of one shape in every process.
-        size = _from_first(len(sent).to_bytes(_SIZE_BYTES, "little"), _SIZE_BYTES)
-        return Served(**unpack(_from_first(sent, int.from_bytes(size, "little"))))
+    def take(self, check: Callable[[], None]) -> Served:
+        """The batch asked for. While it does not come, every process calls `check` each second, which may raise: a
+        version that could not be saved is never played, and the batch of the next one never comes."""
+        while True:
+            served = self._ahead.take(_LOOK_S) if self._ahead is not None else None
+            if jax.process_count() == 1:
+                if served is not None:
+                    return served
+            else:
+                sent = pack({f.name: getattr(served, f.name) for f in fields(Served)}) if served is not None else b""
+                # Its size first: a broadcast takes arrays of one shape in every process. None yet is a size of 0.
+                size = int.from_bytes(_from_first(len(sent).to_bytes(_SIZE_BYTES, "little"), _SIZE_BYTES), "little")
+                if size:
+                    return Served(**unpack(_from_first(sent, size)))
+            check()
 
 
 def _from_first(sent: bytes, size: int) -> bytes:

@@ -480,7 +480,7 @@ def train(
     while _unfinished(learners):
         # batch: wait for it; say which version has reached the disk meanwhile
         started_s = time.perf_counter()
-        served = batches.take()
+        served = batches.take(partial(_check_saves, learners))
         learner = learners[served.policy]
         for each in learners.values():  # the last one of a policy that is through, too
             _report_committed(each, source)
@@ -570,6 +570,13 @@ def train(
         if learner.checkpoints is not None:
             learner.checkpoints.wait()
             _report_committed(learner, source)
+
+
+def _check_saves(learners: Mapping[str, Learner]) -> None:
+    """Raise what a save in the background has failed with."""
+    for learner in learners.values():
+        if learner.checkpoints is not None:
+            learner.checkpoints.check()
 
 
 # ----------------------------------------------------------------------------------------------- pieces of the compile

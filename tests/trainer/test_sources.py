@@ -18,6 +18,7 @@ from flowjax.records import Bounds, pack, unpack
 from flowjax.run import resolve
 from flowjax.trainer import sources
 from flowjax.trainer.sources import NO_MISMATCHES, DataflowSource, Mismatches, Served, Shared, SourceError
+from flowjax.weights.publish import CheckpointError
 
 BATCH = pack({"state": "run", "policy": "agent", "rows": [], "totals": {}, "dropped": 0})
 
@@ -117,7 +118,7 @@ def test_the_first_process_fetches_the_batch_that_was_asked_for():
     shared, answers = Shared(Counting()), queue.Queue()
     for version in (3, 4):
         shared.ask({"agent": version})
-        threading.Thread(target=lambda: answers.put(shared.take()), daemon=True).start()
+        threading.Thread(target=lambda: answers.put(shared.take(never)), daemon=True).start()
         assert answers.get(timeout=120).totals == {"agent": version}
 
 
@@ -141,9 +142,50 @@ def test_a_batch_goes_to_every_process_in_pieces_with_its_size_in_whole_bytes(mo
     monkeypatch.setattr(sources.multihost_utils, "broadcast_one_to_all", broadcast)
     shared = Shared(Answering(expected))
     shared.ask({"agent": 3})
-    assert shared.take() == expected
+    assert shared.take(never) == expected
     assert len(given) == len(of_first) and (given == of_first) == (number == 0)
     assert sources._from_first(b"", 0) == b""
+
+
+def never() -> None:
+    raise AssertionError("the batch was there")
+
+
+def test_while_no_batch_comes_a_save_that_has_failed_is_told(monkeypatch):
+    """With max_staleness 0 it never comes: nobody plays a version that is not on disk."""
+    looks = []
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            raise CheckpointError("no room")
+
+    monkeypatch.setattr(sources, "_LOOK_S", 0.01)
+    with pytest.raises(CheckpointError, match="no room"):
+        Shared(Counting()).take(check)  # nothing was asked for
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_every_process_looks_while_the_first_has_no_batch(monkeypatch, number):
+    looks, expected = [], Served("agent", [], {}, dropped=2)
+    sent = pack({name: getattr(expected, name) for name in ("policy", "rows", "totals", "dropped")})
+    of_first = iter([bytes(8), bytes(8), len(sent).to_bytes(8, "little"), sent])
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 2:
+            shared.ask({"agent": 3})
+
+    def broadcast(piece: np.ndarray) -> np.ndarray:
+        return piece if number == 0 else np.frombuffer(next(of_first), np.uint8)
+
+    monkeypatch.setattr(sources, "_LOOK_S", 0.01)
+    monkeypatch.setattr(sources.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(sources.jax, "process_index", lambda: number)
+    monkeypatch.setattr(sources.multihost_utils, "broadcast_one_to_all", broadcast)
+    shared = Shared(Answering(expected))
+    assert shared.take(check) == expected
+    assert len(looks) >= 2 if number == 0 else len(looks) == 2
 
 
 @dataclass(frozen=True)

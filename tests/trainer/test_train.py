@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from flowjax.run import resolve
 from flowjax.trainer.batch import BatchError
 from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, Served
 from flowjax.trainer.train import train_one
-from flowjax.weights.publish import Checkpoints
+from flowjax.weights.publish import CheckpointError, Checkpoints, committed_steps
 
 MODEL = nano_config(40, hidden_size=32, layers=2, heads=4, kv_heads=4, head_dim=8, ffn_size=64)
 
@@ -144,6 +146,26 @@ def test_version_0_is_published_before_the_first_batch(tmp_path: Path):
         run(tmp_path, settings(2), source=Refusing())
     with Checkpoints(tmp_path / "checkpoints", keep=20) as checkpoints:
         assert checkpoints.committed_steps() == [0]
+
+
+def test_a_save_that_fails_is_told_while_its_batch_cannot_come(tmp_path: Path, monkeypatch):
+    class Waiting(SeededSource):
+        def batch(self, steps: Mapping[str, int]) -> Served:
+            if steps["agent"] == 1:
+                threading.Event().wait()  # for version 1, which nobody gets
+            return super().batch(steps)
+
+    def no_room(folder: Path) -> None:
+        raise OSError("No space left on device")
+
+    def save(checkpoints: Checkpoints, step: int, *args: Any, hand_over: Any, whole: bool) -> None:
+        saving(checkpoints, step, *args, hand_over=no_room if step else hand_over, whole=whole)
+
+    saving = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", save)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        run(tmp_path, settings(2), source=Waiting())
+    assert committed_steps(tmp_path / "checkpoints") == [0]
 
 
 MESHES = {"fsdp": (1, 8, 1), "data_fsdp": (2, 4, 1), "fsdp_tensor": (1, 4, 2), "all": (2, 2, 2)}
