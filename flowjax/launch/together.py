@@ -25,7 +25,7 @@ def run_together(environments: Sequence[Mapping[str, str]], command: Sequence[st
     running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # pid -> number, and what must not be collected
 
     def kill_all(*_: object) -> None:
-        """JAX's distributed runtime catches SIGTERM and goes on; a process alone would end of it there and then."""
+        """At once, and also what catches SIGTERM: with a sibling gone none can end in order."""
         for pid in list(running):
             # Not `Popen.kill`, which reaps a child that is dead already: `os.wait` below would then find none.
             with contextlib.suppress(ProcessLookupError):

@@ -199,6 +199,7 @@ def join(trainer: ConfigDict, *, scheduled: bool = False) -> None:
 
 
 def _initialize(*known: Any) -> None:
+    jax.config.update("jax_enable_preemption_service", False)  # it catches SIGTERM for who asks it, as nobody here does
     # An empty list: all devices that this process sees. For None, JAX takes one alone where it knows the scheduler.
     jax.distributed.initialize(*known, local_device_ids=[])
     # At once, while all are here: Gloo connects them at the first exchange, and who is half a minute late at it, with

@@ -1,6 +1,7 @@
 """Two processes train as one, and go on from each other's checkpoints; what is missing is named."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -84,6 +85,14 @@ join(default_config().trainer, scheduled=True)
 devices = jax.config.values["jax_cuda_visible_devices"]
 print(jax.process_index(), jax.process_count(), jax.distributed.is_initialized(), devices)
 """
+SIGNALLED = """
+import os, signal, time
+from flowjax.config import default_config
+from flowjax.trainer.train import join
+join(default_config().trainer, scheduled=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(600)
+"""
 TASK = {  # of a step with one, as SLURM 22.05 describes it
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_NODELIST": "127.0.0.[1,3-4]",
@@ -95,15 +104,21 @@ TASK = {  # of a step with one, as SLURM 22.05 describes it
 
 @pytest.mark.parametrize(("task", "printed"), [({}, "0 1 False all"), (TASK, "0 1 True all")])
 def test_a_scheduled_process_learns_from_its_scheduler_who_it_is_and_takes_all_devices(task, printed):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "FLOWJAX_"))}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment |= {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_PORT": str(port)} | task
-    done = subprocess.run(
-        [sys.executable, "-c", SCHEDULED], env=environment, capture_output=True, text=True, check=False
-    )
+    done = scheduled(SCHEDULED, task)
     assert done.stdout.strip() == printed, done.stderr
+
+
+def test_a_process_that_has_joined_others_still_ends_of_sigterm():
+    assert scheduled(SIGNALLED, TASK).returncode == -signal.SIGTERM
+
+
+def scheduled(code: str, task: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "FLOWJAX_"))}
+    port = free_address().rpartition(":")[2]
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_PORT": port} | task
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=250
+    )
 
 
 SAVE = """
