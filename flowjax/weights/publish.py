@@ -410,8 +410,8 @@ def _readable(path: os.PathLike[str]) -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"checkpoint {path} cannot be read ({_first_line(error)}): resume from another step of its folder, or give "
-            "a model and policy.lora of the shape it was saved with"
+            f"checkpoint {path} cannot be read ({_first_line(error)}): rename the folder of its step to damaged-<step> "
+            "to take the one before, or give a model and policy.lora of the shape it was saved with"
         ) from error
 
 

@@ -220,7 +220,7 @@ def test_damaged_checkpoint_is_named_with_a_remedy_and_without_traces(tmp_path, 
     messages = done.stdout.splitlines()
     assert len(messages) == 2
     for message in messages:
-        assert str(tmp_path / "3" / "adapter") in message and "resume from another step" in message
+        assert str(tmp_path / "3" / "adapter") in message and "rename the folder of its step" in message
     assert "Traceback" not in done.stderr
 
 
@@ -347,6 +347,23 @@ def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(tmp_path, i
         assert (tmp_path / "damaged-3").is_dir(), "kept for whoever wants to look at it"
         newest = checkpoints.restore_newest(**like)
         assert newest is not None and newest[0] == 2 and float(newest[1].adapter["a"][0]) == 7.0
+
+
+def test_of_several_processes_what_an_unreadable_checkpoint_says_to_do_helps(tmp_path, monkeypatch):
+    like = {"adapter": {"a": jnp.zeros(300)}, "optimizer": {}}
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, like["adapter"], {}, {})
+            checkpoints.wait()
+        damage(tmp_path / "2", "adapter")
+        with monkeypatch.context() as several, pytest.raises(CheckpointError, match="to damaged-<step>"):
+            several.setattr(jax, "process_count", lambda: 2)
+            checkpoints.restore_newest(**like)
+    (tmp_path / "2").rename(tmp_path / "damaged-2")
+    with Checkpoints(tmp_path) as checkpoints, monkeypatch.context() as several:
+        several.setattr(jax, "process_count", lambda: 2)
+        newest = checkpoints.restore_newest(**like)
+        assert newest is not None and newest[0] == 1
 
 
 def test_checkpoints_of_another_shape_are_not_taken_for_damaged(tmp_path):
