@@ -31,7 +31,7 @@ from flowjax.launch.machine import (
 )
 from flowjax.launch.roles import check_reached, fixed_ports, int8_roles, missing_bases
 from flowjax.launch.supervisor import Role
-from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.metrics import lost_checkpoints
 from flowjax.monitor.sinks import check_sinks
 from flowjax.monitor.token import is_loopback
 from flowjax.run import Base, Engine, Run
@@ -61,7 +61,7 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     here = [*on_each_base(run, check_model), *check_ports(run), *check_reached(run), *on_each_base(run, engine)]
     here += [*check_accelerators(run, devices), *check_unused(run.folder, kind)]
     here += [] if run.is_evaluation else check_sinks(run.config)  # only a run sends lines
-    here += _lost_bases(run, resume=resume) + (_lost_checkpoints(run) if resume else [])
+    here += _lost_bases(run, resume=resume) + (lost_checkpoints(run.folder, run.policies) if resume else [])
     if run.is_relayed and not run.is_node:  # a node has been there already
         here += _relay_problems(run.config.dataflow.relay)
     if not here:
@@ -92,19 +92,6 @@ def _lost_bases(run: Run, *, resume: bool) -> list[str]:
     paths = {name: run.bases[name].model.path for name in missing}
     return [
         in_base(name, f"config.model.path is {path!r}, which is not there: {remedy}") for name, path in paths.items()
-    ]
-
-
-def _lost_checkpoints(run: Run) -> list[str]:
-    """Messages on policies that have been trained and have no checkpoint, as in a copy of a run without its largest
-    files: their trainer would begin with version 0, and drop the lines of all steps."""
-    trained = {line.get("policy") for line in read_metrics(run.folder) if line.get("kind") == "train"}
-    folders = [run.folder / "checkpoints" / name for name in run.policies if name in trained]
-    remedy = "bring its folders back, or start a new run"
-    return [
-        f"{folder} has no checkpoint, but this run has trained {folder.name}: {remedy}"
-        for folder in folders
-        if not any(step.name.isdecimal() for step in folder.glob("*"))
     ]
 
 

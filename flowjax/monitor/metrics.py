@@ -61,6 +61,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return list(parse_lines(data))
 
 
+def lost_checkpoints(run_dir: Path, policies: Iterable[str]) -> list[str]:
+    """Messages on policies that have been trained and have no checkpoint, as in a copy of a run without its largest
+    files: their trainer would begin with version 0, and drop the lines of all steps."""
+    trained = {line.get("policy") for line in read_metrics(run_dir) if line.get("kind") == "train"}
+    folders = [run_dir / "checkpoints" / name for name in policies if name in trained]
+    remedy = "bring its folders back, or start a new run"
+    return [
+        f"{folder} has no checkpoint, but this run has trained {folder.name}: {remedy}"
+        for folder in folders
+        if not any(step.name.isdecimal() for step in folder.glob("*"))
+    ]
+
+
 def evaluation_lines(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines of evaluations by step. Several are played at once, and each is written when its last episode ends."""
     return sorted((entry for entry in entries if entry.get("kind") == "eval"), key=lambda entry: entry.get("step", 0))

@@ -36,7 +36,7 @@ from flowjax.models.hf import load_decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import ROW_AXES, Placement, make_mesh, on_mesh, place
-from flowjax.monitor.metrics import MetricsWriter
+from flowjax.monitor.metrics import MetricsWriter, lost_checkpoints
 from flowjax.monitor.transcripts import trained_path
 from flowjax.records import TokenRow
 from flowjax.run import Base, Policy, Run, read_run
@@ -91,6 +91,8 @@ def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
     config, trained = run.config, {name: policy for name, policy in run.policies.items() if only in ("", name)}
     if not trained:
         raise ConfigError(f"--policy is {only!r}: the run has {', '.join(run.policies)}")
+    if lost := lost_checkpoints(run_dir, trained):  # deleted while the run was under way: its launch saw them
+        raise ConfigError("; ".join(lost))
 
     # ------------------------------------------------------------------------------------------------------------ mesh
     use_compile_cache(config.trainer.compile_cache)

@@ -14,11 +14,12 @@ from flax import nnx
 from safetensors.numpy import load_file
 from test_train import MODEL, SeededSource, losses, run, settings
 
-from flowjax.config import ConfigError
+from flowjax.config import ConfigError, default_config, save_run
 from flowjax.losses.policy import LossOptions
 from flowjax.models.decoder import Decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
+from flowjax.models.shape import ModelError
 from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.monitor.transcripts import read_lines, trained_path
@@ -390,3 +391,17 @@ def test_a_version_between_checkpoints_of_all_weights_is_what_engines_are_given(
     embedding = np.asarray(nnx.to_pure_dict(learner.recent[3])["embedding"])
     np.testing.assert_array_equal(embedding, was["model.embed_tokens.weight"].astype(np.float32))
     assert np.abs(embedding - arrays["embedding"]).max() > 0
+
+
+def test_a_trainer_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path: Path):
+    """Deleted while the run is under way: the trainer that is started again would drop the lines of all steps."""
+    config = default_config()
+    config.trainer.compile_cache = ""
+    save_run(config, tmp_path)
+    MetricsWriter(tmp_path).write("train", step=3, policy="agent")
+    with pytest.raises(ConfigError, match=r"has no checkpoint, but this run has trained agent: bring its folders back"):
+        train.main(tmp_path)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [3]
+    (tmp_path / "checkpoints" / "agent" / "3").mkdir(parents=True)
+    with pytest.raises(ModelError):  # further on: the model is not there
+        train.main(tmp_path)
