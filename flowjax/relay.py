@@ -130,6 +130,8 @@ async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["Nats
             raise ConfigError(f"max_payload of the NATS server {servers} is {most_bytes:,}: set it to 1MB or more")
         yield NatsLine(servers, clients, problems.closed)
     finally:
+        for client in clients:  # dialling ends by itself then: Python 3.11's wait_for may lose that it was cancelled
+            client.options["max_reconnect_attempts"] = 1
         # Not for longer: nats-py may wait for ever for a connection that was being made again.
         await asyncio.wait([asyncio.ensure_future(client.close()) for client in clients], timeout=_DIAL_S)
 

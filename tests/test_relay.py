@@ -15,6 +15,7 @@ import pytest
 import zstandard
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from nats.aio.client import Client
 from yarl import URL
 
 from flowjax import relay
@@ -369,6 +370,26 @@ def test_each_server_of_a_cluster_may_be_killed(tmp_path):
                             await asyncio.sleep(0.1)
                     server.start()
                 await until(lambda: all(client.is_connected for client in there.line.clients))
+
+    asyncio.run(check())
+
+
+def test_who_leaves_while_a_server_is_dialled_leaves(monkeypatch):
+    """Also where the dialling does not hear that it is over: Python 3.11 forgets it if it fails in that moment."""
+
+    async def deaf(client: Client, server: Any) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.2)
+        raise OSError("refused")
+
+    async def check() -> None:
+        with nats_server() as server:
+            async with dialled(server.url) as line:
+                monkeypatch.setattr(Client, "_connect_to_server", deaf)
+                for client in line.clients:
+                    client.options["reconnect_time_wait"] = 0.0
+                server.kill()
+                await until(lambda: not any(client.is_connected for client in line.clients))
 
     asyncio.run(check())
 
