@@ -5,8 +5,8 @@ that reach the server and nothing else, on lines that make 300 ms there and back
 a hundred on the way (tests/cluster/link.py; as root); a node sees nothing of the folder of runs. Berlin and Lima play
 from the start, Tokyo joins after version 5; then Berlin is killed, and Lima is cut off for a minute, which is longer
 than its leases last. Ends with an error where a version was made twice or not at all, anything was trained on twice or
-was older than `max_staleness` when it was, or a task was left. Prints a row for each run; all its processes share this
-machine.
+was older than `max_staleness` when it was, or a task was left; also where the run ends before Lima plays again, as on a
+fast machine with few `--steps`. Prints a row for each run; all its processes share this machine.
 """
 
 import contextlib
