@@ -114,7 +114,8 @@ class Counting:
         pass
 
 
-def test_the_first_process_fetches_the_batch_that_was_asked_for():
+def test_the_first_process_fetches_the_batch_that_was_asked_for(monkeypatch):
+    monkeypatch.setattr(sources, "_LOOK_S", 600.0)
     shared, answers = Shared(Counting()), queue.Queue()
     for version in (3, 4):
         shared.ask({"agent": version})
@@ -136,6 +137,7 @@ def test_a_batch_goes_to_every_process_in_pieces_with_its_size_in_whole_bytes(mo
         assert piece.dtype == np.uint8 and piece.shape == first.shape, "alike in every process"
         return first
 
+    monkeypatch.setattr(sources, "_LOOK_S", 600.0)
     monkeypatch.setattr(sources, "_PIECE_BYTES", 10)
     monkeypatch.setattr(sources.jax, "process_count", lambda: 2)
     monkeypatch.setattr(sources.jax, "process_index", lambda: number)
