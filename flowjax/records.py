@@ -122,6 +122,16 @@ class Trajectory:
     policy: str = "agent"
     shown: str = ""
 
+    @property
+    def episode_id(self) -> str:
+        """Id of the episode that it is of, or a part of."""
+        return episode_id_of(self.trajectory_id)
+
+
+def episode_id_of(trajectory_id: str) -> str:
+    """Id of a trajectory's episode, <group>/<number>: the trajectory has that, or it with / and more behind it."""
+    return "/".join(trajectory_id.split("/")[:2])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:

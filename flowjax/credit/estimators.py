@@ -24,6 +24,7 @@ from flowjax.credit.table import (
     TurnTable,
     Weight,
     discounted_sums,
+    episode_weights,
     first_rows,
     is_last_turn,
     normalise,
@@ -118,10 +119,11 @@ def estimate(table: TurnTable, name: str, **options: Any) -> Float[Array, "turns
 def grpo(table: TurnTable, *, norm: Norm = "mean_std") -> Float[Array, "turns"]:
     """A = (x - mean(group)) / (std(group) + 1e-6), x the trajectory's score. GRPO (arXiv 2402.03300), section 4.1.2.
 
-    `norm="mean"` leaves the deviation out (Dr. GRPO, arXiv 2503.20783). Zero in a group of one. `published.credit.grpo`
-    has the statistics over turns that several codebases take.
+    Mean and deviation are over episodes: one with several parts weighs no more than one without. `norm="mean"` leaves
+    the deviation out (Dr. GRPO, arXiv 2503.20783). Zero in a group of one. `published.credit.grpo` has the statistics
+    over turns that several codebases take.
     """
-    _, mean, deviation = segment_statistics(table.score, table.group, first_rows(table))
+    _, mean, deviation = segment_statistics(table.score, table.group, episode_weights(table))
     return jnp.where(table.mask, normalise(table.score, mean, deviation, norm), 0.0)
 
 
@@ -133,12 +135,15 @@ def dr_grpo(table: TurnTable) -> Float[Array, "turns"]:
 
 @jax.jit
 def rloo(table: TurnTable) -> Float[Array, "turns"]:
-    """A = x - mean of the others = n / (n - 1) (x - mean). Leave-one-out REINFORCE (arXiv 2402.14740).
+    """A = x - mean of the other episodes. Leave-one-out REINFORCE (arXiv 2402.14740).
 
-    Zero in a group of one.
+    Of n episodes without parts that is n / (n - 1) (x - mean). Where an episode has several, their mean y is left out
+    of the baseline, and an episode weighs once: x - (n mean - y) / (n - 1). Zero in a group of one.
     """
-    count, mean, _ = segment_statistics(table.score, table.group, first_rows(table))
-    advantage = count / jnp.maximum(count - 1, 1) * (table.score - mean)
+    weights = episode_weights(table)
+    count, mean, _ = segment_statistics(table.score, table.group, weights)
+    _, episode_mean, _ = segment_statistics(table.score, table.episode, weights)
+    advantage = (count * (table.score - mean) + episode_mean - table.score) / jnp.maximum(count - 1, 1)
     return jnp.where(table.mask & (count > 1), advantage, 0.0)
 
 
@@ -157,7 +162,7 @@ def maxrl(table: TurnTable) -> Float[Array, "turns"]:
     with scores below zero (penalties) counts from the lowest of them: its mean would be near zero, or below it.
     """
     members = first_rows(table)
-    _, mean, _ = segment_statistics(table.score, table.group, members)
+    _, mean, _ = segment_statistics(table.score, table.group, episode_weights(table))
     lowest = jnp.zeros_like(table.score).at[table.group].min(jnp.where(members, table.score, 0.0))[table.group]
     rate = mean - lowest
     largest = jnp.zeros_like(rate).at[table.group].max(jnp.where(members, jnp.abs(table.score), 0.0))[table.group]

@@ -28,17 +28,17 @@ class TableError(ValueError):
 class TurnTable:
     """Turns as a struct of arrays, one row per turn in the order of the groups' trajectories, then padding.
 
-    Ids are dense and start at zero. A *group* here is what gets compared: the turns of one policy on one task. A
-    *trajectory* is one policy's turns in one episode, or in one of its parts where a workflow gives an agent several:
-    each counts for itself. States are unique over the table: equal ids mean the same state
-    of the same task. `score` is the reward of the whole trajectory, equal on all its rows. Rows with `mask` False
+    Ids are dense and start at zero. A *group* here is what gets compared: the turns of one policy on one task. An
+    *episode* is one play of it. A *trajectory* is the policy's turns in an episode, or in one of its parts where a
+    workflow gives an agent several. States are unique over the table: equal ids mean the same state of the same group.
+    `score` is the reward of the whole trajectory, equal on all its rows. Rows with `mask` False
     (padding, episodes that failed for reasons outside the policy) count in no statistic and get advantage zero.
     """
 
-    task: Int[Array, "turns"]  # which task, so which state graph, the turn belongs to
-    group: Int[Array, "turns"]
+    group: Int[Array, "turns"]  # which task, so which state graph, the turn belongs to
+    episode: Int[Array, "turns"]
     trajectory: Int[Array, "turns"]
-    step: Int[Array, "turns"]  # position of the turn in its episode
+    step: Int[Array, "turns"]  # position of the turn in its trajectory
     successor: Int[Array, "turns"]  # row of the trajectory's next turn; the row itself when it is the last
     state: Int[Array, "turns"]
     next_state: Int[Array, "turns"]
@@ -50,8 +50,8 @@ class TurnTable:
 
 
 _COLUMNS: dict[str, type] = {
-    "task": np.int32,
     "group": np.int32,
+    "episode": np.int32,
     "trajectory": np.int32,
     "step": np.int32,
     "successor": np.int32,
@@ -66,17 +66,13 @@ _COLUMNS: dict[str, type] = {
 
 
 def build_table(
-    groups: Sequence[Group],
-    scores: Float[np.ndarray, "trajectories"] | Mapping[str, Float[np.ndarray, "trajectories"]],
-    *,
-    pad_to: int | None = None,
+    groups: Sequence[Group], scores: Float[np.ndarray, "trajectories"], *, pad_to: int | None = None
 ) -> TurnTable:
     """The table of all turns of `groups`, in order, padded to one of few sizes (or to `pad_to`).
 
     Args:
         groups: any number of groups of any size.
-        scores: one score per trajectory, in order; or one such array per policy name, when the agents of an episode
-            are rewarded differently.
+        scores: one score per trajectory, in order.
         pad_to: number of rows of the result.
 
     Raises:
@@ -86,6 +82,9 @@ def build_table(
     for index, group in enumerate(groups):
         if not group.trajectories:
             raise TableError(f"column group, row {index}: group {group.group_id!r} has no trajectories")
+        names = [trajectory.trajectory_id for trajectory in group.trajectories]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise TableError(f"column trajectory: group {group.group_id!r} has {repeated[0]!r} twice: number them")
     lengths = np.fromiter((len(t.turns) for t in trajectories), np.int64, len(trajectories))
     for index in np.flatnonzero(lengths == 0):
         if trajectories[index].status in COUNTED_STATUSES:
@@ -95,26 +94,30 @@ def build_table(
     if not turns:
         raise TableError("column trajectory: there is not a single turn in these groups")
 
-    # From here on one entry per turn. `owner` is its trajectory; ids of pairs are made as first * count + second.
+    if np.shape(scores) != (len(trajectories),):
+        raise TableError(
+            f"column score has shape {np.shape(scores)}, there are {len(trajectories)} trajectories: give one for each"
+        )
+
+    # From here on one entry per turn. `owner` is its trajectory.
     owner = np.repeat(np.arange(len(trajectories)), lengths)
-    task = np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups])[owner]
-    policies = sorted({turn.policy for turn in turns})
-    agent = np.array([policies.index(turn.policy) for turn in turns])
+    group = np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups])[owner]
     counted = np.fromiter((t.status in COUNTED_STATUSES for t in trajectories), bool, len(trajectories))[owner]
-    trajectory = _dense(owner * len(policies) + agent)
+    episodes = [(place, part.episode_id) for place, group in enumerate(groups) for part in group.trajectories]
+    number_of = {episode: number for number, episode in enumerate(dict.fromkeys(episodes))}
     state_keys = _keys([turn.state_key for turn in turns], "state")
     next_keys = _keys([turn.next_state_key for turn in turns], "next_state")
     # Numbered together, because the state that one turn ends in is the one that another starts in.
-    states = _state_ids(np.concatenate([task, task]), np.concatenate([state_keys, next_keys]))
+    states = _state_ids(np.concatenate([group, group]), np.concatenate([state_keys, next_keys]))
     columns = {
-        "task": task,
-        "group": _dense(task * len(policies) + agent),
-        "trajectory": trajectory,
+        "group": _dense(group),
+        "episode": _dense(np.array([number_of[episode] for episode in episodes])[owner]),
+        "trajectory": _dense(owner),
         "step": np.arange(len(turns)) - np.repeat(np.cumsum(lengths) - lengths, lengths),  # less its trajectory's start
         "state": states[: len(turns)],
         "next_state": states[len(turns) :],
         "reward": np.fromiter((turn.env_reward for turn in turns), np.float64, len(turns)),
-        "score": np.where(counted, _turn_scores(scores, policies, owner, agent, len(trajectories)), 0.0),
+        "score": np.where(counted, np.asarray(scores, np.float64)[owner], 0.0),
         "valid": np.fromiter((turn.valid for turn in turns), bool, len(turns)),
         "terminal": np.fromiter((turn.terminal for turn in turns), bool, len(turns)),
         "mask": counted,
@@ -125,7 +128,7 @@ def build_table(
 def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None = None) -> TurnTable:
     """A padded table from whole columns, checked.
 
-    `successor` is derived; `task` and `mask` have defaults.
+    `successor` is derived; `episode` (each trajectory is one) and `mask` (all count) have defaults.
 
     Raises:
         TableError: an unknown or missing column, unequal lengths, an id out of range, a number that is not finite.
@@ -133,11 +136,11 @@ def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None 
     columns = {name: np.asarray(column) for name, column in columns.items()}
     if unknown := sorted(set(columns) - set(_COLUMNS)):
         raise TableError(f"column {unknown[0]} is not one of {', '.join(_COLUMNS)}")
-    required = set(_COLUMNS) - {"successor", "task", "mask"}
+    required = set(_COLUMNS) - {"successor", "episode", "mask"}
     if missing := sorted(required - set(columns)):
         raise TableError(f"column {missing[0]} is missing")
     turns = len(columns["group"])
-    columns.setdefault("task", columns["group"])
+    columns.setdefault("episode", columns["trajectory"])
     columns.setdefault("mask", np.ones(turns, bool))
     for name, column in columns.items():
         if column.shape != (turns,):
@@ -181,41 +184,16 @@ def _keys(keys: Sequence[int], column: str) -> np.ndarray:
     return np.array(keys, np.uint64)
 
 
-def _state_ids(task: Int[np.ndarray, "keys"], keys: np.ndarray) -> Int[np.ndarray, "keys"]:
-    """Dense ids, equal where both the task and the key are equal."""
-    # Keys first become small numbers: 64 bits leave no room for the task beside them.
+def _state_ids(group: Int[np.ndarray, "keys"], keys: np.ndarray) -> Int[np.ndarray, "keys"]:
+    """Dense ids, equal where both the group and the key are equal."""
+    # Keys first become small numbers: 64 bits leave no room for the group beside them.
     distinct, key_ids = np.unique(keys, return_inverse=True)
-    return _dense(task * len(distinct) + key_ids)
-
-
-def _turn_scores(
-    scores: np.ndarray | Mapping[str, np.ndarray],
-    policies: Sequence[str],
-    owner: np.ndarray,
-    agent: np.ndarray,
-    trajectories: int,
-) -> Float[np.ndarray, "turns"]:
-    """Score of each turn's trajectory (`owner`) for the policy that played the turn (`agent`, an index of `policies`).
-
-    Raises:
-        TableError: a policy's scores are missing, or not one for each trajectory.
-    """
-    by_policy = dict(scores) if isinstance(scores, Mapping) else dict.fromkeys(policies, scores)
-    if missing := [name for name in policies if name not in by_policy]:
-        raise TableError(f"column score: no scores for policy {missing[0]!r}, only for {sorted(by_policy)}")
-    for name in policies:
-        if np.shape(by_policy[name]) != (trajectories,):
-            raise TableError(
-                f"column score has shape {np.shape(by_policy[name])} for policy {name!r}, there are {trajectories} "
-                "trajectories: give one score for each"
-            )
-    stacked = np.stack([np.asarray(by_policy[name], np.float64) for name in policies])
-    return stacked[agent, owner]
+    return _dense(group * len(distinct) + key_ids)
 
 
 def _check_ids(columns: Mapping[str, np.ndarray], turns: int) -> None:
-    limits = {"task": turns, "group": turns, "trajectory": turns, "step": turns, "state": 2 * turns}
-    limits["next_state"] = 2 * turns
+    limits = dict.fromkeys(("group", "episode", "trajectory", "step"), turns)
+    limits |= dict.fromkeys(("state", "next_state"), 2 * turns)
     for name, limit in limits.items():
         column = columns[name]
         if column.dtype.kind not in "iu":
@@ -228,16 +206,19 @@ def _check_numbers(columns: Mapping[str, np.ndarray]) -> None:
     for name in ("reward", "score"):
         for row in np.flatnonzero(~np.isfinite(columns[name].astype(np.float64)))[:1]:
             raise TableError(f"column {name}, row {row}: {columns[name][row]} is not a finite number")
-    # `head` is the first row of each row's trajectory, with which the others must agree.
-    first = np.unique(columns["trajectory"], return_index=True)[1]
-    by_trajectory = np.zeros(columns["trajectory"].max(initial=0) + 1, np.int64)
-    by_trajectory[columns["trajectory"][first]] = first
-    head = by_trajectory[columns["trajectory"]]
-    for name in ("task", "group", "score", "mask"):
+    _check_agree(columns, "trajectory", ("group", "episode", "score", "mask"))
+    _check_agree(columns, "episode", ("group",))
+
+
+def _check_agree(columns: Mapping[str, np.ndarray], segment: str, names: Sequence[str]) -> None:
+    """Rows of one segment must have one value in each of these columns: that of the segment's first row, `head`."""
+    _, first, place = np.unique(columns[segment], return_index=True, return_inverse=True)
+    head = first[place]
+    for name in names:
         for row in np.flatnonzero(columns[name] != columns[name][head])[:1]:
             raise TableError(
                 f"column {name}, row {row}: {columns[name][row]} differs from {columns[name][head[row]]} in row "
-                f"{head[row]} of the same trajectory"
+                f"{head[row]} of the same {segment}"
             )
 
 
@@ -281,15 +262,20 @@ def segment_total(
 
 
 def segment_statistics(
-    values: Float[Array, "rows"], segment: Int[Array, "rows"], weight: Bool[Array, "rows"], segments: int | None = None
+    values: Float[Array, "rows"],
+    segment: Int[Array, "rows"],
+    weight: Bool[Array, "rows"] | Float[Array, "rows"],
+    segments: int | None = None,
 ) -> tuple[Float[Array, "rows"], Float[Array, "rows"], Float[Array, "rows"]]:
     """Count, mean and unbiased standard deviation of the rows with `weight` in each row's segment.
 
-    The mean of an empty segment is zero, as is the deviation of a segment with fewer than two such rows. Values that
-    differ by rounding alone are equal: each is its own mean, and their deviation is zero.
+    Weights are zero or one, or shares of one (`episode_weights`), and their sum is the count. The mean of an empty
+    segment is zero, as is the deviation of a segment with fewer than two such rows. Values that differ by rounding
+    alone are equal: each is its own mean, and their deviation is zero.
     """
     counted = weight.astype(values.dtype)
-    count = segment_total(counted, segment, segments)
+    weight = counted > 0
+    count = jnp.round(segment_total(counted, segment, segments))  # three thirds are not quite one
     unbounded = jnp.full(segments or values.shape[0], jnp.inf, values.dtype)
     lowest = unbounded.at[segment].min(jnp.where(weight, values, jnp.inf))[segment]
     highest = (-unbounded).at[segment].max(jnp.where(weight, values, -jnp.inf))[segment]
@@ -311,8 +297,8 @@ def is_last_turn(table: TurnTable) -> Bool[Array, "turns"]:
 def state_visits(table: TurnTable) -> Int[Array, "turns"]:
     """Segment of each turn: the same for turns of one group that started in the same state. Ids are below the rows.
 
-    Two policies of one task may act in the same state; what follows for one says nothing about the other, so the group
-    is part of the segment.
+    The group is part of the segment, so that this holds also in a table whose maker numbered the states of several
+    groups together.
     """
     # The last key leads: rows of a group come together, and among them those of a state.
     order = jnp.lexsort((table.state, table.group))
@@ -326,6 +312,13 @@ def first_rows(table: TurnTable) -> Bool[Array, "turns"]:
     """One counted row per trajectory, its first: statistics over these weigh it once, however long it is."""
     has_predecessor = jnp.zeros_like(table.mask).at[table.successor].max(table.successor != _row_numbers(table))
     return table.mask & ~has_predecessor
+
+
+def episode_weights(table: TurnTable) -> Float[Array, "turns"]:
+    """One for each episode, in equal shares on the first rows of its counted trajectories: statistics with these weigh
+    an episode once, however many parts it has."""
+    members = first_rows(table).astype(table.score.dtype)
+    return members / jnp.maximum(segment_total(members, table.episode), 1)
 
 
 def normalise(

@@ -56,7 +56,18 @@ from typing import Any, Literal
 
 import zstandard
 
-from flowjax.records import COUNTED_STATUSES, Episode, Group, Lease, Leased, Task, Trajectory, pack, unpack
+from flowjax.records import (
+    COUNTED_STATUSES,
+    Episode,
+    Group,
+    Lease,
+    Leased,
+    Task,
+    Trajectory,
+    episode_id_of,
+    pack,
+    unpack,
+)
 
 Kind = Literal["train", "eval"]
 Failed = Literal["retry", "short", "drop"]  # what becomes of a training episode that its world or workflow broke
@@ -1010,8 +1021,7 @@ class Ledger:
 
     def workers_of(self, trajectory_ids: Iterable[str]) -> dict[str, str]:
         """The worker that played the episode of each trajectory, of those that are known."""
-        # A trajectory has its episode's id, <group>/<number>, or that with / and more behind it.
-        episodes = {name: "/".join(name.split("/")[:2]) for name in trajectory_ids}
+        episodes = {name: episode_id_of(name) for name in trajectory_ids}
         rows = self._db.execute(
             "SELECT episode_id, worker FROM episodes WHERE episode_id IN (SELECT value FROM json_each(?))",
             (json.dumps(list(episodes.values())),),

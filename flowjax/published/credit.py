@@ -69,8 +69,7 @@ def gigpo(
 ) -> Float[Array, "turns"]:
     """A = A_episode + w A_step: `grpo` above, and G_t = r_t + gamma G_{t+1} among the turns from the same state.
 
-    The penalty is taken from both parts. States are told apart within a task alone: where several policies play it,
-    they are compared with each other.
+    The penalty is taken from both parts.
     """
     value = discounted_sums(jnp.where(table.mask, table.reward, 0.0), table.successor, gamma)
     value = value - invalid_penalty * ~table.valid

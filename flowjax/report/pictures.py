@@ -226,17 +226,17 @@ def state_graph(
     table: TurnTable,
     advantages: Float[np.ndarray, "turns"],
     *,
-    task: int = 0,
+    group: int = 0,
     labels: Mapping[int, str] | None = None,
     won: Bool[np.ndarray, "turns"] | None = None,
     **options: Any,
 ) -> StateGraph:
-    """The graph of one task of a table.
+    """The graph of one group of a table.
 
     Args:
         table: the turns.
         advantages: what any estimator gave them.
-        task: which task's graph.
+        group: whose graph.
         labels: text to show for a state id, such as a drawing of the level.
         won: whether a turn's episode succeeded; where it is not known, an ending that paid counts as won.
         options: those of `state_values`.
@@ -251,7 +251,7 @@ def state_graph(
     visits: dict[str, int] = defaultdict(int)
     label: dict[str, str] = {}
     moves: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for row in np.flatnonzero(columns["mask"] & (columns["task"] == task)):
+    for row in np.flatnonzero(columns["mask"] & (columns["group"] == group)):
         state, target = int(columns["state"][row]), int(columns["next_state"][row])
         source_name, target_name = f"s{state}", f"s{target}"
         if columns["terminal"][row]:

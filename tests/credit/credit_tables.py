@@ -19,6 +19,7 @@ class Path:
     score: float | None = None  # sum of the rewards by default
     valid: Sequence[bool] | None = None
     mask: bool = True
+    episode: int | None = None  # that it is a part of; one of its own by default
     lookup: Sequence[int] | None = None  # states under which turns look themselves up, when not those of the graph
 
 
@@ -27,9 +28,11 @@ def paths_table(paths: Sequence[Path], *, pad_to: int | None = None) -> TurnTabl
     lengths = [len(path.rewards) for path in paths]
     before = [(p.group, s) for p in paths for s in (p.lookup or p.states[:-1])]
     after = [(p.group, s) for p in paths for s in p.states[1:]]
+    episodes = [len(paths) + i if path.episode is None else path.episode for i, path in enumerate(paths)]
     ids = {key: index for index, key in enumerate(sorted(set(before + after)))}
     columns = {
         "group": np.unique(np.repeat([path.group for path in paths], lengths), return_inverse=True)[1],
+        "episode": np.repeat(np.unique(episodes, return_inverse=True)[1], lengths),
         "trajectory": np.repeat(np.arange(len(paths)), lengths),
         "step": np.concatenate([np.arange(length) for length in lengths]),
         "state": np.array([ids[key] for key in before]),

@@ -1,6 +1,7 @@
 """Each estimator on small tables by hand, the edge cases of groups, and the look-up of names and options."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -39,6 +40,64 @@ def test_rloo_is_the_score_less_the_mean_of_the_others():
     scores = [3.0, 1.0, 0.0, 4.0]
     expected = [s - np.mean(scores[:i] + scores[i + 1 :]) for i, s in enumerate(scores)]
     np.testing.assert_allclose(advantages("rloo", group_of(*scores)), expected, rtol=1e-5)
+
+
+def parts_of(episodes: Sequence[Sequence[float]]) -> list[Path]:
+    """A group in which each episode has parts of these scores."""
+    return [
+        Path([0, 1], [0.0], score=score, episode=number) for number, scores in enumerate(episodes) for score in scores
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("grpo", {}),
+        ("grpo", {"norm": "mean"}),
+        ("dr_grpo", {}),
+        ("rloo", {}),
+        ("maxrl", {}),
+        ("gigpo", {"step_weight": 0.0}),
+    ],
+)
+def test_an_episode_weighs_once_however_many_parts_it_has(name, options):
+    scores = [1.0, 0.0, 0.3, 0.7]
+    counts = [3, 1, 2, 7]
+    in_parts = advantages(name, parts_of([[score] * n for score, n in zip(scores, counts, strict=True)]), **options)
+    whole = advantages(name, group_of(*scores), **options)
+    np.testing.assert_allclose(in_parts, np.repeat(whole, counts), rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_over_parts_of_different_scores():
+    episodes = [[1.0, 0.0, 0.5], [0.25], [1.0, 0.5]]
+    means = np.array([np.mean(scores) for scores in episodes])
+    others = (means.sum() - means) / 2
+    expected = [score - other for scores, other in zip(episodes, others, strict=True) for score in scores]
+    np.testing.assert_allclose(advantages("rloo", parts_of(episodes)), expected, rtol=1e-6)
+    variance = sum(np.mean(np.square(np.array(scores) - means.mean())) for scores in episodes) / 2
+    expected = [(score - means.mean()) / np.sqrt(variance) for scores in episodes for score in scores]
+    np.testing.assert_allclose(advantages("grpo", parts_of(episodes)), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("parts", [3, 7, 49])
+def test_an_episode_alone_in_its_group_gets_nothing_by_its_parts(parts):
+    for name in ("grpo", "rloo", "maxrl"):
+        np.testing.assert_array_equal(advantages(name, parts_of([[0.7] * parts])), 0.0)
+    np.testing.assert_array_equal(advantages("rloo", parts_of([[0.1 * part for part in range(parts)]])), 0.0)
+
+
+def test_rloo_is_unbiased_where_the_policy_decides_how_many_parts_there_are():
+    """One choice an episode: with probability p it has three parts and the score 1, else a single part and 0.25. Over
+    all groups of three, the expected gradient is three times that of the expected score."""
+    p, scores, parts = 0.3, (0.25, 1.0), (1, 3)
+    slopes = (-p, 1 - p)  # of log p(choice), by the logit of p; it is the first part that chooses
+    expected = 0.0
+    for choices in itertools.product((0, 1), repeat=3):
+        found = advantages("rloo", parts_of([[scores[choice]] * parts[choice] for choice in choices]))
+        firsts = np.cumsum([0, *(parts[choice] for choice in choices[:-1])])
+        chance = np.prod([p if choice else 1 - p for choice in choices])
+        expected += chance * sum(found[first] * slopes[choice] for first, choice in zip(firsts, choices, strict=True))
+    assert expected == pytest.approx(3 * p * (1 - p) * (scores[1] - scores[0]), rel=1e-5)
 
 
 def test_maxrl_weighs_rare_success_more():

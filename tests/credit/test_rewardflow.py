@@ -166,7 +166,6 @@ def test_another_agents_turns_are_part_of_the_world():
     """Planner and actor in the same states, rewarded differently: each has values of its own, and passing on is no
     turn that changed nothing."""
     columns = {
-        "task": [0, 0, 0, 0],
         "group": [0, 1, 0, 1],
         "trajectory": [0, 1, 0, 1],
         "step": [0, 1, 2, 3],

@@ -28,7 +28,7 @@ BIG = 2**64 - 1
 
 
 def test_states_are_dense_and_kept_apart_by_group():
-    first = group(trajectory(turn(BIG, 7), turn(7, 9, terminal=True)), trajectory(turn(BIG, 9)))
+    first = group(trajectory(turn(BIG, 7), turn(7, 9, terminal=True)), trajectory(turn(BIG, 9), name="b"))
     second = group(trajectory(turn(BIG, 7)), name="h")
     columns = columns_of(build_table([first, second], np.array([1.0, 0.0, 0.5])))
     assert len(columns["state"]) == 256
@@ -63,17 +63,15 @@ def test_rows_are_padded_to_few_sizes():
         build_table([group(trajectory(*turns))], np.zeros(1), pad_to=64)
 
 
-def test_policies_of_an_episode_are_trajectories_of_their_own():
-    episode = trajectory(turn(1, 2, policy="solver"), turn(2, 3, policy="checker"), turn(3, 4, policy="solver"))
-    scores = {"solver": np.array([1.0]), "checker": np.array([-1.0])}
-    columns = columns_of(build_table([group(episode)], scores))
-    np.testing.assert_array_equal(columns["successor"][:3], [2, 1, 2])
-    np.testing.assert_array_equal(columns["score"][:3], [1, -1, 1])
-    assert columns["group"][0] == columns["group"][2] != columns["group"][1]
-    np.testing.assert_array_equal(columns["task"][:3], [0, 0, 0])
-    assert columns["next_state"][0] == columns["state"][1]  # they share the state graph
-    with pytest.raises(TableError, match="no scores for policy 'checker'"):
-        build_table([group(episode)], {"solver": np.array([1.0])})
+def test_parts_of_an_episode_are_trajectories_of_their_own():
+    names = ["g/000/helper-0", "g/000/helper-1", "g/001/helper-0"]
+    first = group(*(trajectory(turn(1, 2), turn(2, 3), name=name) for name in names))
+    second = group(trajectory(turn(1, 2), name="g/000"), name="h")  # ids of episodes are unique within a group alone
+    columns = columns_of(build_table([first, second], np.array([1.0, 0.5, 0.0, 0.0])))
+    np.testing.assert_array_equal(columns["trajectory"][:7], [0, 0, 1, 1, 2, 2, 3])
+    np.testing.assert_array_equal(columns["episode"][:7], [0, 0, 0, 0, 1, 1, 2])
+    np.testing.assert_array_equal(columns["group"][:7], [0, 0, 0, 0, 0, 0, 1])
+    np.testing.assert_array_equal(columns["score"][:7], [1, 1, 0.5, 0.5, 0, 0, 0])
 
 
 def test_failed_episodes_do_not_count_and_may_be_empty():
@@ -90,6 +88,7 @@ def test_failed_episodes_do_not_count_and_may_be_empty():
         ([group()], np.zeros(0), "column group, row 0: group 'g' has no trajectories"),
         ([group(trajectory(turn(1, 2)), trajectory(name="b"))], np.zeros(2), "column trajectory, row 1: 'b'"),
         ([group(trajectory(turn(1, 2)))], np.zeros(2), r"column score has shape \(2,\).* there are 1 trajectories"),
+        ([group(trajectory(turn(1, 2)), trajectory(turn(1, 2)))], np.zeros(2), "group 'g' has 'a' twice: number them"),
         ([group(trajectory(turn(1, 2)))], np.array([np.nan]), "column score, row 0: nan is not a finite number"),
         ([group(trajectory(turn(1, 2), turn(2, 3, reward=np.inf)))], np.zeros(1), "column reward, row 1: inf"),
         ([group(trajectory(turn(1, 2), turn(-2, 3)))], np.zeros(1), "column state, row 1: key -2"),
@@ -119,13 +118,15 @@ GOOD = {
     [
         ({"state": np.array([0, 9, 0])}, r"column state, row 1: id 9 is not in \[0, 6\)"),
         ({"next_state": np.array([0, 1, -1])}, r"column next_state, row 2: id -1 is not in"),
-        ({"group": np.array([0, 0, 3])}, r"column (group|task), row 2: id 3 is not in \[0, 3\)"),
+        ({"group": np.array([0, 0, 3])}, r"column group, row 2: id 3 is not in \[0, 3\)"),
         ({"reward": np.array([0, np.nan, 0])}, "column reward, row 1: nan"),
         ({"valid": np.ones(2, bool)}, r"column valid has shape \(2,\), column group has 3 rows"),
         ({"step": np.array([0, 0, 0])}, "column step, row 1: step 0 occurs twice in trajectory 0"),
+        ({"group": np.array([0, 1, 1])}, "column group, row 1: 1 differs from 0 in row 0 of the same trajectory"),
+        ({"episode": np.array([0, 1, 1])}, "column episode, row 1: 1 differs from 0 in row 0 of the same trajectory"),
         (
-            {"group": np.array([0, 1, 1])},
-            "column (group|task), row 1: 1 differs from 0 in row 0 of the same trajectory",
+            {"group": np.array([0, 0, 1]), "episode": np.array([0, 0, 0])},
+            "column group, row 2: 1 differs from 0 in row 0 of the same episode",
         ),
         ({"score": np.array([1.0, 2.0, 0.0])}, "column score, row 1: 2.0 differs from 1.0 in row 0"),
         ({"state": np.array([0.0, 1.0, 0.0])}, "column state has type float64, ids are integers"),
