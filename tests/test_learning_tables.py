@@ -255,6 +255,23 @@ def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
     )
 
 
+def test_tokens_to_the_target_are_paired_by_seed():
+    first, twice = [100.0, 800.0, 50.0], [200.0, 1600.0, 100.0]
+    said = learning.times_the_tokens([220.0, 1600.0, 100 / 1.1], first)
+    assert said == "2.00 x [1.58, 2.53], fewer in 0 of 3 seeds, p = 0.0062."
+    assert learning.times_the_tokens(first, first).endswith("p = 1.")
+    assert learning.times_the_tokens(first[:1], twice[:1]) == "0.50 x in one seed."
+    assert learning.times_the_tokens([None, 1.0, 2.0], twice) == "in 1 of 3 seeds one of them never meets it."
+
+
+def test_ratios_of_one_way_with_itself_are_found_to_differ_one_time_in_twenty():
+    rng = np.random.default_rng(0)
+    said = [learning.times_the_tokens(*np.exp(rng.normal(0, 0.3, (2, 5)))) for _ in range(1000)]
+    assert 30 <= sum(float(text.split("p = ")[1].rstrip(".")) < 0.05 for text in said) <= 70
+    halves = [learning.times_the_tokens(*(np.exp(rng.normal(0, 0.1, (2, 5))) * [[0.5], [1]])) for _ in range(200)]
+    assert sum(float(text.split("p = ")[1].rstrip(".")) < 0.05 for text in halves) >= 190
+
+
 def test_seeds_that_were_evaluated_at_different_steps_are_drawn():
     three, two = (
         Curve(np.linspace(0, 1, count), {"tokens": np.linspace(0, tokens, count)})

@@ -3,7 +3,7 @@
 Held-out success, played greedily and sampled, with the 95 % interval over seeds and tasks, and of each seed; the area
 under the learning curve (mean held-out success over the tokens sampled); tokens and seconds until held-out success
 first meets nine tenths of what the first way gains; entropy and share of invalid replies over the last five steps. Then
-a sentence on each way beside the first one, paired over tasks.
+sentences on each way beside the first one: success, paired over tasks, and tokens to the target, paired over seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
+from scipy import stats
 
 from flowjax.compare import conclusion, read_scores, shared_tasks
 from flowjax.monitor.held_out import evaluation_of, oldest_first
@@ -90,6 +91,24 @@ def compared(name: str, runs: Sequence[Path], first: str, others: Sequence[Path]
     return said
 
 
+def times_the_tokens(met: Sequence[float | None], others: Sequence[float | None]) -> str:
+    """How many times as many tokens a way takes to the target as another one, from those of both by seed, None where a
+    seed never meets it. The mean of the ratios' logarithms over seeds, with Student's 95 % interval."""
+    both = [(a, b) for a, b in zip(met, others, strict=True) if a is not None and b is not None]
+    if len(both) < len(met):
+        return f"in {len(met) - len(both)} of {len(met)} seeds one of them never meets it."
+    if len(both) < 2:
+        return f"{both[0][0] / both[0][1]:.2f} x in one seed."
+    logs = np.log([a / b for a, b in both])
+    mean, error, freedom = np.mean(logs), np.std(logs, ddof=1) / np.sqrt(len(logs)), len(logs) - 1
+    low, high = np.exp(mean + error * stats.t.ppf([0.025, 0.975], freedom))
+    p_value = 2 * stats.t.sf(abs(mean) / error, freedom) if error else float(mean == 0)
+    return (
+        f"{np.exp(mean):.2f} x [{low:.2f}, {high:.2f}], fewer in {np.sum(logs < 0)} of {len(logs)} seeds, "
+        f"p = {p_value:.2g}."
+    )
+
+
 def axes(most: float, what: str, *, width: int, names: int, digits: int = 0) -> list[str]:
     """Head of an SVG of success over `what`, from 0 to `most`, with `names` pixels for a legend on its right."""
     parts = [
@@ -153,7 +172,14 @@ def table(way: str, runs: Mapping[str, Sequence[Path]], tasks: int) -> str:
     base = [cells([base_evaluation(runs[first][0], how, tasks)]) for how in HOW]
     rows = [f"| (base) | {' | '.join(base)} | | | | | |"]
     rows += [row(name, found, target, tasks) for name, found in runs.items()]
-    said = [text for name in rest for text in compared(name, runs[name], first, runs[first], tasks)]
+    met = {
+        name: [spent["tokens"] if (spent := each.until(target)) else None for each in found]
+        for name, found in curves.items()
+    }
+    said: list[str] = []
+    for name in rest:
+        said += compared(name, runs[name], first, runs[first], tasks)
+        said.append(f"{name} over {first}, tokens to the target: {times_the_tokens(met[name], met[first])}")
     where = f"Target: {100 * target:.1f} % held out beside training, sampled. {machine(runs[first][0])}"
     columns = (way, *COLUMNS)
     head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
