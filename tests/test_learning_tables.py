@@ -1,9 +1,11 @@
 """Benchmarks that compare what runs learn: curves, what was spent until a target is met, and the tables."""
 
 import contextlib
+import itertools
 import json
 import os
 import sys
+import tarfile
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from absl import flags
 
 from configs.sokoban import get_config
-from flowjax.config import default_config, save_run
+from flowjax.config import default_config, load_run, save_run
 from flowjax.credit.estimators import check_options
 from flowjax.dataflow.tasks import task_at, train_tasks
 from flowjax.envs import find_world
@@ -22,7 +24,7 @@ from flowjax.launch.checks import check_config
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.monitor.transcripts import batch_path, write_lines
 from flowjax.run import resolve
-from tests.benchmarks import algorithms, canvas_rewards, learning, loop, staleness
+from tests.benchmarks import algorithms, canvas_rewards, kept, learning, loop, staleness
 from tests.benchmarks.data_algorithms import row
 from tests.benchmarks.runs import Curve, curve, evaluated, launches, serving, trained
 
@@ -62,7 +64,7 @@ def as_evaluated(folder: Path, *, tasks: int) -> None:
     config.rollout.group_size = 8
     folder.mkdir(parents=True, exist_ok=True)
     save_run(config, folder)
-    (folder / "results.json").touch()
+    (folder / "results.json").write_text(json.dumps({"metrics": {}}))
 
 
 @pytest.mark.parametrize(("tasks", "plays"), [(100, False), (200, False), (201, True)])
@@ -223,6 +225,21 @@ def test_compared_objectives_are_runs_that_the_launcher_takes(name: str):
     assert check_config(config) == []
 
 
+def kept_elsewhere(folder: Path, runs: Mapping[str, Sequence[Path]]) -> dict[str, list[Path]]:
+    """Runs in `folder`, kept in a file and unpacked from it in another place."""
+    for run in itertools.chain(*runs.values()):
+        config = load_run(run)
+        with config.unlocked():
+            config.runs = str(folder)
+        save_run(config, run)
+        (run / "launch.json").write_text(json.dumps({"load": 1.0}))
+    names = kept.keep(folder, folder / "kept.tar.xz")
+    assert sorted(names) == sorted(run.name for run in itertools.chain(*runs.values()))
+    with tarfile.open(folder / "kept.tar.xz") as archive:
+        archive.extractall(folder / "there", filter="data")
+    return {name: [folder / "there" / run.name for run in found] for name, found in runs.items()}
+
+
 def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
     rng = np.random.default_rng(0)
     runs: dict[str, list[Path]] = {"rewardflow": [], "grpo": []}
@@ -244,6 +261,11 @@ def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
                     ]
                     write_held_out(evaluation, f"agent@{0 if side == 'base' else 5}", episodes)
     text = learning.table("estimator", runs, tasks=200)
+    there = kept_elsewhere(tmp_path, runs)
+    assert learning.table("estimator", there, tasks=200) == text
+    assert str(tmp_path) in (runs["grpo"][0] / "config.json").read_text()
+    files = [file for file in (tmp_path / "there").rglob("*") if file.is_file()]
+    assert len(files) > 30 and not any(str(tmp_path) in file.read_text() for file in files)
     lines = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
     assert [line[1].strip() for line in lines] == ["estimator", "(base)", "rewardflow", "grpo"]
     assert {len(line) for line in lines} == {len(learning.COLUMNS) + 3}

@@ -129,6 +129,22 @@ def test_every_table_with_a_spread_says_what_makes_it_and_the_command_is_there()
             assert table.why or set(table.left_out) < set(table.table.columns[1:]), table.name
 
 
+def test_tables_of_kept_runs_are_what_these_came_to(tmp_path: Path):
+    of_kept_runs = [table for page in PAGES for table in documented(page)[0] if table.kept]
+    assert {table.kept for table in of_kept_runs} == {
+        str(file.relative_to(ROOT)) for file in (ROOT / "docs" / "results").iterdir()
+    }
+    command = [sys.executable, "-m", "tests.benchmarks.reproduce", "--kept", f"--out={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    for table in of_kept_runs:
+        cells = sum(bool(cell) for row in table.table.rows for cell in row[1:])
+        assert said[table.name].startswith(f"{cells} cells agree, 0 differ")
+    pictures = {file.read_bytes() for file in (ROOT / "docs" / "images").glob("estimators_*.svg")}
+    assert {file.read_bytes() for file in tmp_path.rglob("*.svg")} <= pictures
+
+
 def test_what_is_made_again_is_made_once_and_written_with_where_it_comes_from(tmp_path: Path):
     """One whole command: that of the smallest table that there is."""
     page = ROOT / "docs" / "worlds" / "math.md"

@@ -8,8 +8,9 @@ For each recipe every estimator trains the same base, with the same fields but i
 them where a world asks for others), for the same steps and so nearly the same tokens, with a held-out evaluation every
 few steps, sampled at temperature 1. Then the newest checkpoint plays the held-out tasks greedily, and so does the base.
 
-Prints, and writes to `<out>/<recipe>.md` and `.svg`, what `tests/benchmarks/learning.py` says of them. Runs are kept in
-`--out`; the same command again goes on where it stopped. Seconds count what else the machine does.
+Prints, and writes to `<out>/<recipe>.md` and `.svg`, what `tests/benchmarks/learning.py` says of them. Runs stay in
+`--out`; the same command again goes on where it stopped, also from what `tests/benchmarks/kept.py` has kept of runs
+elsewhere. Seconds count what else the machine does.
 """
 
 from collections.abc import Mapping, Sequence

@@ -180,7 +180,8 @@ def table(way: str, runs: Mapping[str, Sequence[Path]], tasks: int) -> str:
     for name in rest:
         said += compared(name, runs[name], first, runs[first], tasks)
         said.append(f"{name} over {first}, tokens to the target: {times_the_tokens(met[name], met[first])}")
-    where = f"Target: {100 * target:.1f} % held out beside training, sampled. {machine(runs[first][0])}"
+    made = " ".join(dict.fromkeys(machine(run) for found in runs.values() for run in found))
+    where = f"Target: {100 * target:.1f} % held out beside training, sampled. {made}"
     columns = (way, *COLUMNS)
     head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return "\n".join([*head, *rows, "", where, "", *said, ""])

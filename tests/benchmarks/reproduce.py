@@ -1,13 +1,15 @@
 """The tables of README and docs made again, and what differs by more than its stated spread:
 
-    python -m tests.benchmarks.reproduce [--quick] [--pages=docs/worlds/sokoban.md] [--list]
+    python -m tests.benchmarks.reproduce [--quick] [--kept] [--pages=docs/worlds/sokoban.md] [--list]
 
 A table that a command can make again has a mark in the line above it, which a rendered page does not show:
 
     <!-- made by: python -m tests.benchmarks.skills --recipes=code --out={out}; minutes: 30; not compared: minutes -->
 
 `{out}` is a new folder, so that no run is taken for its own repetition; `minutes` are a guess, for two cores. Others
-say `<!-- not made again: why -->`.
+say `<!-- not made again: why -->`. What the runs of a table came to may lie in a file, which is named behind the
+minutes: `; kept: docs/results/<name>.tar.xz` (`tests/benchmarks/kept.py`). `--kept` makes such tables from that, in
+seconds, and asks every cell to be the same.
 
 A page may leave out rows and columns of what the command prints. Rows are found by their first cell, columns by their
 heading. Figures with a spread agree where their intervals overlap; figures without one, and words, where they are
@@ -24,6 +26,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -40,7 +43,7 @@ QUICK_MINUTES = 3.0
 MARK = re.compile(r"<!-- (made by|not made again): (.*) -->$")
 MADE_BY = re.compile(
     r"python -m (?P<module>tests\.benchmarks\.\w+)(?P<arguments>[^;]*); minutes: (?P<minutes>[\d.]+)"
-    r"(?:; not compared: (?P<left_out>.*))?"
+    r"(?:; kept: (?P<kept>[^;]+))?(?:; not compared: (?P<left_out>.*))?"
 )
 _NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 FIGURE = re.compile(
@@ -78,6 +81,7 @@ class Documented:
     command: tuple[str, ...] = ()
     minutes: float = 0.0
     left_out: tuple[str, ...] = ()
+    kept: str = ""
     why: str = ""
 
     @property
@@ -127,7 +131,7 @@ def _of_mark(page: str, line: int, lines: Sequence[str], kind: str, text: str) -
     ):
         raise ValueError("a row has more cells than there are headings, or the name of another row")
     command = ("python", "-m", found["module"], *shlex.split(found["arguments"]))
-    return Documented(page, line, table, command, float(found["minutes"]), left_out)
+    return Documented(page, line, table, command, float(found["minutes"]), left_out, found["kept"] or "")
 
 
 def _plain(cell: str) -> str:
@@ -137,10 +141,12 @@ def _plain(cell: str) -> str:
 # ---------------------------------------------------------------------------------------------------------- comparison
 
 
-def agree(stated: str, found: str) -> bool:
-    """True if two cells say the same: the same words around figures that overlap, or are equal without a spread. What
-    stands in brackets behind a spread is what it was taken over."""
+def agree(stated: str, found: str, *, exactly: bool = False) -> bool:
+    """True if two cells say the same: the same words around figures that overlap, or are equal without a spread, as all
+    are asked to be `exactly`. What stands in brackets behind a spread is what it was taken over."""
     stated, found = (re.sub(r"(± [\d,.]+) \([^)]*\)", r"\1", cell) for cell in (stated, found))
+    if exactly:
+        return stated == found
     sides = [list(FIGURE.finditer(cell)) for cell in (stated, found)]
     if FIGURE.sub("#", stated) != FIGURE.sub("#", found) or len(sides[0]) != len(sides[1]):
         return False
@@ -162,9 +168,11 @@ def _interval(figure: re.Match[str]) -> tuple[float, float]:
     return value - (spread or 0.0), value + (spread or 0.0)
 
 
-def compare(stated: Documented, made: Sequence[Table]) -> tuple[int, list[str]]:
-    """How many cells agree, and what does not. Of the tables that a command printed the last one with the most columns
-    of the page counts, and of these with the most rows: some print a table again and again as it grows."""
+def compare(stated: Documented, made: Sequence[Table], *, exactly: bool = False) -> tuple[int, list[str]]:
+    """How many cells agree, and what does not; `exactly`: in all columns, to the last digit.
+
+    Of the tables that a command printed the last one with the most columns of the page counts, and of these with the
+    most rows: some print a table again and again as it grows."""
     if not made:
         return 0, ["the command printed no table"]
     key, *columns = stated.table.columns
@@ -177,11 +185,11 @@ def compare(stated: Documented, made: Sequence[Table]) -> tuple[int, list[str]]:
     for name, *cells in stated.table.rows:
         rows = table.named(key, name)
         for column, cell in zip(columns, cells, strict=False):
-            if column in stated.left_out or not cell:
+            if (column in stated.left_out and not exactly) or not cell:
                 continue
             if len(rows) != 1 or column not in rows[0]:
                 problems.append(f"{name}, {column}: {cell} on the page, and {len(rows)} rows of that name now")
-            elif agree(cell, rows[0][column]):
+            elif agree(cell, rows[0][column], exactly=exactly):
                 agreed += 1
             else:
                 problems.append(f"{name}, {column}: {cell} on the page, {rows[0][column]} now")
@@ -203,14 +211,18 @@ def tables(text: str) -> list[Table]:
 
 
 @cache
-def printed(command: tuple[str, ...], out: Path) -> tuple[str | None, Path]:
+def printed(command: tuple[str, ...], out: Path, kept: str = "") -> tuple[str | None, Path]:
     """What a command prints, None where it failed, and the folder in which that and `run.json` lie. One that failed is
-    tried again by the next start, not for another table of this one."""
+    tried again by the next start, not for another table of this one. `kept`: a file in this repository of what its runs
+    came to."""
     folder = out / f"{command[2].rpartition('.')[2]}-{blake2b(shlex.join(command).encode(), digest_size=4).hexdigest()}"
     text = folder / "printed.txt"
     if not text.exists():
         folder.mkdir(parents=True, exist_ok=True)
         arguments = [word.replace("{out}", str(folder / "runs")) for word in command[1:]]
+        if kept:
+            with tarfile.open(ROOT / kept) as archive:
+                archive.extractall(folder / "runs", filter="data")
         print("$ python", *arguments, flush=True)
         with recorded_start([folder], ["python", *arguments]) as start, (folder / "log.txt").open("a") as log:
             done = subprocess.run(
@@ -252,7 +264,7 @@ def main(argv: Sequence[str]) -> None:
     pages = [ROOT / page for page in given.pages] or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     out = Path(given.out).absolute()
     try:
-        found = [table for page in pages for table in documented(page)[0]]
+        marked = [table for page in pages for table in documented(page)[0]]
     except OSError as error:
         problem = f"--pages has {error.filename}, which cannot be read ({error.strerror})"
         print(f"reproduce: {problem}: name pages from {ROOT}, such as docs/worlds/sokoban.md", file=sys.stderr)
@@ -261,15 +273,18 @@ def main(argv: Sequence[str]) -> None:
         print(f"reproduce: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     failed = False
-    for stated in found:
+    for stated in marked:
         if stated.why:
             print(f"{stated.name}: not made again: {stated.why}", flush=True)
             continue
-        if given.list or (given.quick and stated.minutes > QUICK_MINUTES):
+        if given.list or (given.quick and stated.minutes > QUICK_MINUTES) or (given.kept and not stated.kept):
             print(f"{stated.name}: {stated.minutes:g} minutes, {shlex.join(stated.command)}", flush=True)
             continue
-        text, folder = printed(stated.command, out)
-        agreed, problems = (0, ["the command failed"]) if text is None else compare(stated, tables(text))
+        text, folder = (
+            printed(stated.command, out / "kept", stated.kept) if given.kept else printed(stated.command, out)
+        )
+        made = None if text is None else tables(text)
+        agreed, problems = (0, ["the command failed"]) if made is None else compare(stated, made, exactly=given.kept)
         file = out / f"{re.sub(r'[^a-zA-Z0-9]+', '-', stated.name)}.md"
         replace_file(file, report(stated, agreed, problems, folder))
         failed |= bool(problems)
@@ -282,6 +297,7 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_list("pages", [], "Pages whose tables are made again; all where none is named.")
     flags.DEFINE_bool("quick", False, f"Only what takes up to {QUICK_MINUTES:g} minutes.")
+    flags.DEFINE_bool("kept", False, "Only what can be made from kept results of its runs, and from these.")
     flags.DEFINE_bool("list", False, "Run nothing: say what would be.")
     flags.DEFINE_string("out", "runs/reproduce", "Folder of what is made.")
     app.run(main)

@@ -46,8 +46,9 @@ def trained(recipe: str, seed: str, out: Path, fields: Sequence[str] = ()) -> tu
     finished = run / "launch.json"
     if begun := (run / "config.json").exists():
         config, _ = command_line.parse(source)
-        config.name = run.name
-        if changed := differences(load_run(run), config):
+        before = load_run(run)
+        config.name, config.runs = run.name, before.runs  # it may have come here from elsewhere
+        if changed := differences(before, config):
             said = "; ".join(f"{name} is {before} there, {now} here" for name, before, now in changed)
             raise SystemExit(f"{run} was made with another config ({said}): give another --out, or move it away")
     if not finished.exists():
@@ -71,12 +72,16 @@ def launches(run: Path) -> list[tuple[float, float]]:
 def evaluated(run: Path, *, how: str, base: bool, tasks: int) -> Path:
     """The folder of an evaluation of a run's newest checkpoint or of its base model on so many tasks, or on more that
     it was made for before; what is missing is played."""
-    newest = max((int(step.name) for step in (run / "checkpoints").glob("*/[0-9]*")), default=0)
-    folder = run / "skills" / f"{'base' if base else newest}-{how}"
+    folder = run / "skills" / f"{'base' if base else newest_version(run)}-{how}"
     if not (folder / "results.json").exists() or load_run(folder).eval.tasks < tasks:
         fields = [f"--config.eval.temperature={HOW[how]}", f"--config.eval.tasks={tasks}"]
         call("flowjax.evaluate", str(run), f"--out={folder}", *fields, *(["--base"] if base else []))
     return folder
+
+
+def newest_version(run: Path) -> int:
+    """The newest version of any policy, 0 before there is one."""
+    return max((int(step.name) for step in (run / "checkpoints").glob("*/[0-9]*")), default=0)
 
 
 def success(evaluation: Path) -> Mapping[str, Any]:
