@@ -82,7 +82,7 @@ _KEEP_PRIOR = 4.0  # groups counted as kept before the first, so that a few earl
 _EPISODE_STATES = ("waiting", "leased", "done", "quarantined", "cancelled")
 
 # --------------------------------------------------------------------------------------------------------------- schema
-_VERSION = 8  # of the tables
+_VERSION = 9  # of the tables
 _SCHEMA = f"""
 PRAGMA user_version = {_VERSION};
 CREATE TABLE IF NOT EXISTS groups (
@@ -139,6 +139,7 @@ CREATE TABLE IF NOT EXISTS episodes (
     deadline_s REAL,               -- of the lease, by the clock of the boot in `keys`; of a waiting one, until when
                                    -- `worker` should not have it again
     episode BLOB,                  -- packed, and compressed by zstd
+    played_versions TEXT,          -- policy -> [oldest, newest] that sampled what counts of it, as JSON
     error TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX IF NOT EXISTS episodes_by_group ON episodes (group_id);
@@ -632,9 +633,9 @@ class Ledger:
             # that gets no answer because this process died sends it again: that copy is the first or a duplicate.
             # A waiting episode is taken too: its lease ran out, but nobody else has finished it.
             self._db.execute(
-                "UPDATE episodes SET state = 'done', episode = ?, lease_id = NULL,"
+                "UPDATE episodes SET state = 'done', episode = ?, played_versions = ?, lease_id = NULL,"
                 " worker = COALESCE(NULLIF(?, ''), worker) WHERE episode_id = ?",
-                (_compressed(episode), worker, episode.episode_id),
+                (_compressed(episode), json.dumps(_played_versions(episode)), worker, episode.episode_id),
             )
             return True, self._complete([row["group_id"]])
 
@@ -666,14 +667,15 @@ class Ledger:
         return complete
 
     def _complete_for(self, group_id: str, policies: Sequence[str]) -> None:
-        episodes = self.episodes(group_id)
+        played = self._ranges_played(group_id)
         for policy in policies:
-            parts = episodes if policy == _EVALUATION else trajectories_of(episodes, policy)
-            if not parts:
+            evaluation = policy == _EVALUATION
+            ranges = [pair for each in played for name, pair in each.items() if evaluation or name == policy]
+            if not (played if evaluation else ranges):
                 self._drop(policy, [group_id], "silent")
                 self._weigh(policy, kept=False)
                 continue
-            versions = [version for part in parts for turn in part.turns for version in turn.versions] or [0]
+            versions = list(itertools.chain(*ranges)) or [0]  # no turn in a whole evaluation
             # In the transaction of the last episode: who dies before the data algorithms are asked finds the group
             # complete and asks them then. Arrival counts over all policies: they are asked in that order.
             self._db.execute(
@@ -876,11 +878,10 @@ class Ledger:
             " WHERE policy = ? AND policy_groups.state = 'open' AND episodes.state = 'done'",
             (policy,),
         ).fetchall()
-        played = {row["group_id"]: trajectories_of(self.episodes(row["group_id"]), policy) for row in rows}
         lost = [
-            group
-            for group, parts in played.items()
-            if any(max(turn.versions) > newest for part in parts for turn in part.turns)
+            group_id
+            for (group_id,) in rows
+            if any(max(episode.get(policy, [0])) > newest for episode in self._ranges_played(group_id))
         ]
         self._drop(policy, lost, "lost_version")
         self._cancel_unwanted()
@@ -1054,6 +1055,14 @@ class Ledger:
             "SELECT episode FROM episodes WHERE group_id = ? AND state = 'done' ORDER BY episode_id", (group_id,)
         )
         return [_decompressed(row["episode"]) for row in rows]
+
+    def _ranges_played(self, group_id: str) -> list[dict[str, list[int]]]:
+        """Oldest and newest version of each policy in the episodes of a group that are in; none of one that is silent
+        in an episode."""
+        rows = self._db.execute(
+            "SELECT played_versions FROM episodes WHERE group_id = ? AND state = 'done'", (group_id,)
+        )
+        return [json.loads(row["played_versions"]) for row in rows]
 
     def group(self, group_id: str, policy: str) -> Group:
         """Trajectories of `policy` in the episodes of a group that are in."""
@@ -1230,6 +1239,16 @@ def trajectories_of(episodes: Iterable[Episode], policy: str) -> list[Trajectory
     out."""
     parts = (part for episode in episodes for part in episode.trajectories)
     return [part for part in parts if part.policy == policy and part.turns and part.status in COUNTED_STATUSES]
+
+
+def _played_versions(episode: Episode) -> dict[str, tuple[int, int]]:
+    """Oldest and newest version that sampled what a policy's trajectories (`trajectories_of`) have in an episode."""
+    found = {}
+    for policy in {part.policy for part in episode.trajectories}:
+        parts = trajectories_of([episode], policy)
+        if versions := [version for part in parts for turn in part.turns for version in turn.versions]:
+            found[policy] = min(versions), max(versions)
+    return found
 
 
 def _compressed(episode: Episode) -> bytes:
