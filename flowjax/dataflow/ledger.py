@@ -274,8 +274,16 @@ def start_anew(path: Path, *, least_position: int) -> int:
 def _opened(path: Path | str) -> sqlite3.Connection:
     if str(path) != ":memory:":
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.fchmod(descriptor, 0o600)  # it holds the key of the leases: nobody else's to read, an older run's neither
-        os.close(descriptor)
+        try:
+            os.fchmod(
+                descriptor, 0o600
+            )  # it holds the key of the leases: nobody else's to read, an older run's neither
+        except PermissionError as error:
+            raise LedgerError(
+                f"{path} belongs to another user: chown it to this one, or copy the run folder"
+            ) from error
+        finally:
+            os.close(descriptor)
     db = sqlite3.connect(path, isolation_level=None)
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA journal_mode=WAL")

@@ -272,9 +272,12 @@ def _engine_accelerators(run: Run, devices: Devices) -> list[str]:
 def check_folder(run_dir: Path, needed_bytes: int = 0, kind: str = "run") -> list[str]:
     """The run folder can be made and written, on a disk that has room. Makes nothing."""
     place, other = run_dir, f"give another --{'config.runs' if kind == 'run' else 'out'}=<folder>"
+    if kind == "run" and set(path := str(run_dir.absolute())) & set("[]*?\\"):  # to Orbax a pattern: it loses arrays
+        return [f"run folder {path} has [ ] * ? or \\ in its path, where no checkpoint is whole: move it, or {other}"]
     while not os.access(place, os.F_OK):  # `exists` raises where a folder on the way may not be searched
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        other = "see that this user may write there" if place == run_dir else other  # --resume takes no other
         return [f"{kind} folder {run_dir}: {place} cannot be written: {other}"]
     free = os.statvfs(place)
     free_bytes, needed_bytes = free.f_bavail * free.f_frsize, needed_bytes + _SLACK_BYTES

@@ -36,6 +36,15 @@ def test_a_damaged_ledger_is_named_with_the_remedy(tmp_path, where):
         make_flow(tmp_path)
 
 
+def test_a_ledger_of_another_user_is_named(tmp_path, monkeypatch):
+    def refuse(descriptor: int, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.fchmod", refuse)
+    with pytest.raises(LedgerError, match=r"dataflow.sqlite belongs to another user: chown it"):
+        make_flow(tmp_path)
+
+
 def test_damage_that_a_message_meets_ends_the_dataflow_with_the_remedy(tmp_path):
     flow = make_flow(tmp_path)
     service = DataflowService(flow)

@@ -229,6 +229,15 @@ def test_folder_that_cannot_be_made_is_named(tmp_path):
     assert f"{tmp_path / 'file'} cannot be written" in message
 
 
+@pytest.mark.parametrize("name", ["run [copy]", "a*b", "what?", "a\\b", "[0-9]*"])
+def test_a_folder_below_which_orbax_would_lose_arrays_is_named(tmp_path, name):
+    for run_dir in (tmp_path / name, tmp_path / name / "run"):
+        (message,) = machine.check_folder(run_dir)
+        assert message.startswith(f"run folder {run_dir} has [ ] * ? or \\ in its path") and "move it" in message
+        assert machine.check_folder(run_dir, kind="evaluation") == []
+    assert machine.check_folder(tmp_path / "with space, comma{1}" / "-run") == []
+
+
 def test_one_supervisor_per_run_folder(tmp_path):
     script = (
         "import sys, time; from pathlib import Path; from flowjax.launch.machine import hold\n"
