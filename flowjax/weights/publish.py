@@ -341,9 +341,9 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Sweep what a killed writer left; Orbax refuses to write a step whose unfinished folder still lies there."""
-        committed = {str(step) for step in self.committed_steps()}
         for entry in self.directory.iterdir():
-            if entry.name.split(".")[0].isdecimal() and entry.name not in committed:
+            step, unfinished, _ = entry.name.partition(".orbax-checkpoint-tmp")  # 3.bak is somebody's own copy
+            if step.isdecimal() and (unfinished or not (entry / COMMIT_MARKER).exists()):
                 shutil.rmtree(entry, ignore_errors=True)
 
     def _remove_lost(self, newest: int | None) -> None:

@@ -129,6 +129,25 @@ def test_kill_during_save_leaves_only_complete_steps(tmp_path):
     assert committed_steps(tmp_path) == [*steps, steps[-1] + 1]
 
 
+def test_a_copy_of_ones_own_beside_the_checkpoints_stays(tmp_path):
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for step in range(4):
+            save(checkpoints, step)
+    (tmp_path / "3").rename(tmp_path / "3.bak")
+    shutil.copytree(tmp_path / "2", tmp_path / "2.before-my-change")
+    for unfinished in ("4", "4.orbax-checkpoint-tmp", "5.orbax-checkpoint-tmp-1234"):
+        (tmp_path / unfinished).mkdir()
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        assert checkpoints.committed_steps() == [1, 2]
+        assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"1", "2", "2.before-my-change", "3.bak"}
+        save(checkpoints, 3)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} >= {"2.before-my-change", "3.bak"}
+    (tmp_path / "3").rename(tmp_path / "3.new")
+    (tmp_path / "3.bak").rename(tmp_path / "3")
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        assert checkpoints.latest() == 3
+
+
 TRAINS = """
 import os, sys, time, jax.numpy as jnp
 from pathlib import Path
