@@ -60,7 +60,7 @@ from flowjax.launch.roles import (
 from flowjax.launch.screen import clock, render_status, summary
 from flowjax.launch.session import OK, RunConsole, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
-from flowjax.monitor.metrics import Progress, read_status
+from flowjax.monitor.metrics import NewStatus, Progress, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.sinks import forwarding
 from flowjax.monitor.token import make_run_id, send_away
@@ -241,7 +241,7 @@ def _do(argv: Sequence[str]) -> int:
             save_run(request.run.config, run_dir)
             write_models(run_dir, models)
         except OSError as error:
-            return _refuse([f"run folder {run_dir}: {error.strerror}: give another --config.runs=<folder>"])
+            return _refuse([f"run folder {run_dir}: {error.strerror}: mend that, or give another --config.runs"])
         command = [sys.executable, "-m", "flowjax.launch", *argv]
         start = stack.enter_context(recorded_start([run_dir], command, engine_python=request.run.config.engine.python))
         try:
@@ -374,7 +374,7 @@ def _run(request: LaunchRequest, console: RunConsole) -> int:
         for trainer in trainer_roles(run):
             await supervisor.ended(trainer)
         if not run.trains:
-            await _trained_by_others(run)
+            await _trained_by_others(run, pool.dataflow)
         await _final_evaluation(run, progress)
 
     with forwarding(run.folder, run.config, session.say), pool:
@@ -411,10 +411,10 @@ def _last_versions(run: Run) -> dict[str, int]:
     return {name: policy.trainer.steps for name, policy in run.policies.items()}
 
 
-async def _trained_by_others(run: Run) -> None:
+async def _trained_by_others(run: Run, dataflow: NewStatus) -> None:
     """Wait until the dataflow knows of the last version of every policy."""
     while True:
-        known = read_status(run.folder, "dataflow").get("policies", {})
+        known = dataflow.read().get("policies", {})
         if all(known.get(policy, {}).get("committed", -1) >= last for policy, last in _last_versions(run).items()):
             return
         await asyncio.sleep(0.5)

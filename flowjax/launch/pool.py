@@ -26,7 +26,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from flowjax.monitor.metrics import Progress, number, read_status, write_status
+from flowjax.monitor.metrics import NewStatus, Progress, number, read_status, write_status
 from flowjax.monitor.prometheus import MetricsEndpoint
 
 _GROW_ABOVE, _SHRINK_BELOW = 0.10, 0.05  # of a trainer's time
@@ -61,15 +61,15 @@ class Pool:
     Args:
         config: of the run.
         say: prints a line.
-        clock: seconds since the epoch.
+        clock: in seconds; no setting of the machine's date moves it.
     """
 
     def __init__(
-        self, run_dir: Path, config: ConfigDict, say: Callable[[str], None], clock: Callable[[], float] = time.time
+        self, run_dir: Path, config: ConfigDict, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ):
         self._run_dir, self._config, self._say, self._clock = run_dir, config.pool, say, clock
         self._plays = "rollout" not in config.elsewhere  # the run's own machine, which may take a while to start
-        self._started_s = clock()
+        self.dataflow = NewStatus(run_dir, "dataflow")  # of this launch
         self._empty_s: float | None = None  # since when nobody has played, or has been asked for in vain
         self._nodes, self._seen = 0, 0  # nodes that played, and lines of steps, at the last look
         self._since = 0  # first line of this window
@@ -95,7 +95,7 @@ class Pool:
 
     def look(self, progress: Progress) -> None:
         """Take in what has happened since the last look."""
-        status = read_status(self._run_dir, "dataflow")
+        status = self.dataflow.read()
         workers = status.get("workers", {}).values()
         lines = progress.train
         if self._asked is not None and len(workers) > self._asked[0]:
@@ -116,8 +116,7 @@ class Pool:
 
     def _look_at_empty(self, status: Mapping[str, Any]) -> None:
         """Ask for a node where nobody plays: without one no step ends."""
-        heard = (number(status, "time_s") or 0.0) >= self._started_s  # of this launch's dataflow
-        if self._plays or not heard or status["workers"] or status["finished"]:
+        if self._plays or not status or status["workers"] or status["finished"]:
             self._empty_s = None
             return
         now_s = self._clock()

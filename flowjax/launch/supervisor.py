@@ -19,6 +19,7 @@ from flowjax.monitor.trouble import explain, probe, unwritable_in, write_whole
 
 _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S = 0.1
+_STOPPED_S = 10.0  # that a pause takes at least where this process was stopped (Ctrl-Z), or its machine
 _HEALTH_EVERY_S = 1.0
 _ASSUMED_UP_S = 30.0  # a role that cannot be asked counts as up once it has lived this long
 _UNRESPONSIVE_S = 120.0  # a role that was up and has not answered for this long is killed
@@ -285,8 +286,11 @@ class Supervisor:
         next_check, cause = started, ""
         unhealthy_since: float | None = None
         while (status := child.poll()) is None:
+            asleep = time.monotonic()
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
+            if now - asleep > _STOPPED_S:  # it was this process that was silent
+                started, heard, unhealthy_since = started + now - asleep, now, None
             if role.health is None:
                 reported = role.written is not None and _written_s(role.written) > state.started_s
                 if state.phase == "starting" and (reported or now - started > self._assumed_up_s):

@@ -145,6 +145,18 @@ def read_status(run_dir: Path, role: str) -> Mapping[str, Any]:
     return status if isinstance(status, dict) else {}
 
 
+class NewStatus:
+    """`status-<role>.json` as it is written from now on, empty until then: what lies there is of the launch before. By
+    its content, since the machine's clock may be set back meanwhile."""
+
+    def __init__(self, run_dir: Path, role: str):
+        self._run_dir, self._role, self._old = run_dir, role, read_status(run_dir, role)
+
+    def read(self) -> Mapping[str, Any]:
+        status = read_status(self._run_dir, self._role)
+        return {} if status == self._old else status
+
+
 def write_status(run_dir: Path, role: str, status: Mapping[str, Any]) -> None:
     """Replace `status-<role>.json` in one step, with the time, so that who reads it never sees half of it."""
     text = json.dumps({**status, "time_s": time.time()})

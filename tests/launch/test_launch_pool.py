@@ -65,7 +65,7 @@ class FollowedRun:
         self.folder, self.said, self.step, self.later_s = folder, [], 0, 0.0
         self.metrics, self.progress = MetricsWriter(folder), Progress(folder)
         of_run = ConfigDict({"pool": {**CONFIG, **config}, "elsewhere": elsewhere})
-        self.pool = Pool(folder, of_run, self.said.append, clock=lambda: time.time() + self.later_s)
+        self.pool = Pool(folder, of_run, self.said.append, clock=lambda: time.monotonic() + self.later_s)
 
     def goes_on(self, *, nodes: int, steps: int, wait_s: float, playing: int = 4, free: int = 0) -> None:
         self.has(nodes, playing=playing, free=free)

@@ -15,7 +15,7 @@ import pytest
 from configs.sokoban import get_config
 from flowjax.launch.__main__ import _final_evaluation, _trained_by_others
 from flowjax.launch.supervisor import RoleFailed
-from flowjax.monitor.metrics import Progress, read_metrics, read_status, write_status
+from flowjax.monitor.metrics import NewStatus, Progress, read_metrics, read_status, write_status
 from flowjax.run import resolve
 
 # What the launch does with its roles, with other commands in them.
@@ -226,15 +226,22 @@ def test_a_run_whose_trainers_are_remote_ends_with_the_last_version_of_each(tmp_
         policies={name: SimpleNamespace(trainer=SimpleNamespace(steps=steps)) for name, steps in (("a", 2), ("b", 3))},
     )
 
-    async def ends_with(**committed: int) -> bool:
+    def write(**committed: int) -> None:
         write_status(tmp_path, "dataflow", {"policies": {name: {"committed": n} for name, n in committed.items()}})
+
+    write(a=2, b=3)  # the run had ended, and an older state of it was put back
+    dataflow = NewStatus(tmp_path, "dataflow")
+
+    async def ends_with(**committed: int) -> bool:
+        if committed:
+            write(**committed)
         try:
-            await asyncio.wait_for(_trained_by_others(run), 0.2)
+            await asyncio.wait_for(_trained_by_others(run, dataflow), 0.2)
         except TimeoutError:
             return False
         return True
 
-    assert not asyncio.run(ends_with())
+    assert not asyncio.run(ends_with()), "what the launch before has left says nothing"
     assert not asyncio.run(ends_with(a=2))
     assert not asyncio.run(ends_with(a=2, b=2))
     assert asyncio.run(ends_with(a=2, b=3))

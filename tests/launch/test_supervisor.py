@@ -379,6 +379,27 @@ def test_health_marks_up_and_a_role_that_stops_answering_is_restarted(tmp_path):
     assert any(event == "down" and "did not answer" in text for _, event, text in events)
 
 
+def test_a_launcher_that_was_stopped_asks_again_before_it_calls_a_role_silent(tmp_path, monkeypatch):
+    away_s, questions = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + away_s[0])
+
+    async def health() -> bool:
+        questions.append(away_s[0])
+        return questions.count(3600.0) != 1  # the first question after it went on is not answered
+
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs", unresponsive_s=60.0)
+        supervisor.start(role(tmp_path, "engine", FOREVER, restarts=1, health=health))
+        await wait_until(lambda: supervisor.states["engine"].phase == "up")
+        asked = len(questions)
+        away_s[0] = 3600.0  # within a pause between two looks, as nearly all of its time is
+        await wait_until(lambda: len(questions) > asked + 1)
+        assert supervisor.states["engine"].phase == "up" and not supervisor.states["engine"].restarts
+        await supervisor.stop()
+
+    asyncio.run(main())
+
+
 def test_a_role_that_refuses_is_restarted_long_before_one_that_is_silent(tmp_path):
     answer, events = iter([True, False, False, True]), []
 
