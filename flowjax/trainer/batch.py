@@ -9,7 +9,7 @@ give that up: they have as many slots as their tokens need, in more shapes.
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -102,10 +102,34 @@ def row_buckets(row_tokens: int) -> list[int]:
     return buckets
 
 
+class Planned(NamedTuple):
+    """Sequences of a micro-batch, by their index, and its shape."""
+
+    bins: list[list[int]]  # of each row that is filled: the sequences that share it
+    rows: int  # those beyond the bins stay empty
+    tokens: int  # of a row
+    sampled: int  # slots for the sampled tokens of a row
+    numbered: list[int]  # the sequences by their number in `MicroBatch.sequences`
+
+
 def pack(
     rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int, trim: bool = False, rows_multiple: int = 1
 ) -> list[MicroBatch]:
-    """Pack sequences into as few micro-batches as best-fit-decreasing finds.
+    """Micro-batches of rows, as `plan` has them.
+
+    Raises:
+        BatchError: see `plan`.
+    """
+    planned = plan(
+        rows, row_tokens=row_tokens, micro_batch_rows=micro_batch_rows, trim=trim, rows_multiple=rows_multiple
+    )
+    return [lay_out(rows, each) for each in planned]
+
+
+def plan(
+    rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int, trim: bool = False, rows_multiple: int = 1
+) -> list[Planned]:
+    """Sequences in as few micro-batches as best-fit-decreasing finds.
 
     With `trim`, rows that are filled to half or less go into micro-batches of shorter rows, and a micro-batch has
     1, 2, 3, 4, 6, 8, 12, ... times `rows_multiple` rows (what the mesh divides them by), not always the full number.
@@ -113,27 +137,6 @@ def pack(
 
     Raises:
         BatchError: a sequence is longer than `row_tokens` or begins with a sampled token, or none was sampled at all.
-    """
-    plan = _plan(rows, row_tokens, micro_batch_rows, trim, rows_multiple)
-    return [_lay_out([[rows[i] for i in members] for members in bins], *shape) for bins, *shape in plan]
-
-
-def packing_order(
-    rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int, trim: bool = False, rows_multiple: int = 1
-) -> list[list[int]]:
-    """Index in `rows` of every sequence of each micro-batch that `pack` makes of them, by `MicroBatch.sequences`: one
-    without a sampled token has no number."""
-    plan = _plan(rows, row_tokens, micro_batch_rows, trim, rows_multiple)
-    return [[index for members in bins for index in members if rows[index].sampled.any()] for bins, *_ in plan]
-
-
-def _plan(
-    rows: Sequence[TokenRow], row_tokens: int, micro_batch_rows: int, trim: bool, rows_multiple: int
-) -> list[tuple[list[list[int]], int, int, int]]:
-    """Of every micro-batch: the indices in each of its rows; the number of rows, their length, their sampled tokens.
-
-    Raises:
-        BatchError: see `pack`.
     """
     longest = max((len(row.tokens) for row in rows), default=0)
     if longest > row_tokens:
@@ -158,7 +161,9 @@ def _plan(
         for start in range(0, len(alike), most):
             part = alike[start : start + most]
             count = min(_row_count(len(part), rows_multiple), most) if trim else most
-            batches.append((part, count, tokens, sampled))
+            # Only sequences with a sampled token are numbered: so no number exceeds the slots, as `update` relies on.
+            numbered = [index for members in part for index in members if counts[index]]
+            batches.append(Planned(part, count, tokens, sampled, numbered))
     return batches
 
 
@@ -193,9 +198,12 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return bins
 
 
-def _lay_out(bins: Sequence[Sequence[TokenRow]], rows: int, tokens: int, sampled: int) -> MicroBatch:
+def lay_out(rows: Sequence[TokenRow], planned: Planned) -> MicroBatch:
+    """One of the micro-batches that were planned for `rows`."""
+    tokens, sampled = planned.tokens, planned.sampled
+
     def empty(width: int, dtype: type, value: int = 0) -> np.ndarray:
-        return np.full((rows, width), value, dtype)
+        return np.full((planned.rows, width), value, dtype)
 
     by_token = {name: empty(tokens, np.int32) for name in ("tokens", "positions", "segments")}
     # Padding must stay harmless where the mask comes too late: place 1 has a place before it, 1 divides anything.
@@ -209,9 +217,9 @@ def _lay_out(bins: Sequence[Sequence[TokenRow]], rows: int, tokens: int, sampled
         "trajectory_tokens": empty(sampled, np.int32, 1),
     }
     sequence = 0
-    for index, members in enumerate(bins):
+    for index, members in enumerate(planned.bins):
         start = filled = 0
-        for segment, row in enumerate(members, start=1):
+        for segment, row in enumerate([rows[member] for member in members], start=1):
             span = slice(start, start + len(row.tokens))
             by_token["tokens"][index, span] = row.tokens
             by_token["positions"][index, span] = np.arange(len(row.tokens))
@@ -225,7 +233,7 @@ def _lay_out(bins: Sequence[Sequence[TokenRow]], rows: int, tokens: int, sampled
             by_sampled["versions"][index, to] = row.versions[places]
             by_sampled["sequences"][index, to] = sequence
             by_sampled["trajectory_tokens"][index, to] = row.trajectory_tokens or len(places)
-            # Only sequences with a sampled token are counted: so no number exceeds the slots, as `update` relies on.
+            # One without a sampled token takes no number: see `Planned.numbered`.
             start, filled, sequence = span.stop, to.stop, sequence + bool(len(places))
     arrays: dict[str, Any] = by_token | by_sampled
     return MicroBatch(**arrays)

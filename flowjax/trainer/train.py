@@ -40,7 +40,7 @@ from flowjax.monitor.metrics import MetricsWriter, lost_checkpoints
 from flowjax.monitor.transcripts import trained_path
 from flowjax.records import TokenRow
 from flowjax.run import Base, Policy, Run, read_run
-from flowjax.trainer.batch import MicroBatch, pack, packing_order, row_buckets, swapped, unusable_rows
+from flowjax.trainer.batch import MicroBatch, Planned, lay_out, pack, plan, row_buckets, swapped, unusable_rows
 from flowjax.trainer.log import (
     Comparison,
     OnStep,
@@ -492,7 +492,8 @@ def train(
         waited_s = time.perf_counter()
         trainer, step = learner.policy.trainer, learner.state.step
         updates = _split(served.rows, trainer.updates_per_step, seed=learner.run.config.seed, step=step)
-        packed = [pack(rows, **_packing(trainer, mesh)) for rows in updates]
+        plans = [plan(rows, **_packing(trainer, mesh)) for rows in updates]
+        packed = [[lay_out(rows, each) for each in planned] for rows, planned in zip(updates, plans, strict=True)]
         on_devices = [[place(micro_batch, mesh) for micro_batch in micro_batches] for micro_batches in packed]
         packed_s = time.perf_counter()
 
@@ -519,11 +520,10 @@ def train(
             chosen = step % len(packed[0])  # of all in turn: the longest sequences are in the first
             ours = None if learner.uses_dropout else trained[chosen]  # before the first update
             compared = _compared(learner, packed[0][chosen], on_devices[0][chosen], mesh, ours=ours)
-            places = packing_order(updates[0], **_packing(trainer, mesh))[chosen]
-            trajectories = [updates[0][place].trajectory_id for place in places]
+            trajectories = [updates[0][index].trajectory_id for index in plans[0][chosen].numbered]
 
         # count it: also when nothing was trained, the batch is used up
-        keep = _writer_of_logprobs(learner, served.rows, updates, packed, trained, mesh)
+        keep = _writer_of_logprobs(learner, served.rows, updates, plans, packed, trained)
         learner.counters.empty_updates += trainer.updates_per_step - len(updates)
         if not updates:
             logging.warning("%s, step %d: no row has a sampled token, nothing is trained", learner.name, step)
@@ -656,7 +656,7 @@ def _split(rows: Sequence[TokenRow], parts: int, *, seed: int, step: int) -> lis
 
 
 def _packing(trainer: ConfigDict, mesh: Mesh) -> dict[str, Any]:
-    """Arguments of `pack`."""
+    """Arguments of `plan`."""
     return {
         "row_tokens": trainer.row_tokens,
         "micro_batch_rows": trainer.micro_batch_rows,
@@ -669,9 +669,9 @@ def _writer_of_logprobs(
     learner: Learner,
     rows: Sequence[TokenRow],
     updates: Sequence[Sequence[TokenRow]],
+    plans: Sequence[Sequence[Planned]],
     packed: Sequence[Sequence[MicroBatch]],
     logprobs: Sequence[jax.Array],
-    mesh: Mesh,
 ) -> Callable[[], None]:
     """A function that writes the step's log-probs at training beside the transcripts of its batch, once they are there;
     one that does nothing where no transcripts are kept."""
@@ -681,9 +681,9 @@ def _writer_of_logprobs(
         return _write_nothing
     place = {id(row): index for index, row in enumerate(rows)}
     order = [
-        [place[id(part[index])] for index in indices]
-        for part in updates
-        for indices in packing_order(part, **_packing(learner.policy.trainer, mesh))
+        [place[id(part[index])] for index in planned.numbered]
+        for part, of_part in zip(updates, plans, strict=True)
+        for planned in of_part
     ]
     micro_batches = [micro_batch for part in packed for micro_batch in part]
     path = trained_path(run.folder, learner.name, step)

@@ -35,7 +35,7 @@ from flowjax.monitor.transcripts import batch_path, held_out_path, trained_path,
 from flowjax.records import Group
 from flowjax.report.episodes import RecordedGroup, read_batch
 from flowjax.run import Run, resolve
-from flowjax.trainer.batch import pack, packing_order
+from flowjax.trainer.batch import lay_out, plan
 from flowjax.trainer.log import write_trained
 from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, Served
 from flowjax.trainer.train import make_mesh, make_models, start, train
@@ -87,15 +87,15 @@ class _Batches:
         batch = credited(with_parts=True)
         played = [(group.task, trajectory) for group in groups for trajectory in group.trajectories]
         file = self._run.folder / "measured.gz"
-        packing = {"row_tokens": config.trainer.row_tokens, "micro_batch_rows": config.trainer.micro_batch_rows}
-        packed, order = pack(batch.rows, **packing), packing_order(batch.rows, **packing)
+        trainer = config.trainer
+        planned = plan(batch.rows, row_tokens=trainer.row_tokens, micro_batch_rows=trainer.micro_batch_rows)
+        packed, order = [lay_out(batch.rows, each) for each in planned], [each.numbered for each in planned]
         found = [jnp.asarray(micro_batch.behaviour_logprobs) for micro_batch in packed]
         turns = [turn for group in self._recorded for line in group.lines for turn in line["turns"]]
         pairs = list(zip(played, batch.credits, strict=True))
         return {
             "dataflow: parts of credit": _median(partial(credited, with_parts=True)) - _median(credited),
             "dataflow: transcripts": _median(lambda: write_lines(file, (transcript(*e, c) for e, c in pairs))),
-            "trainer: which row is where": _median(lambda: packing_order(batch.rows, **packing)),
             "trainer: log-probs at training": _median(lambda: write_trained(file, batch.rows, order, packed, found)),
             "rollout: what turns show": _median(lambda: [shown_as(**turn.get("shown", {})) for turn in turns]),
         }

@@ -26,7 +26,7 @@ from flowjax.monitor.transcripts import (
     write_lines,
 )
 from flowjax.records import Group, Task, TokenRow, Trajectory
-from flowjax.trainer.batch import pack, packing_order
+from flowjax.trainer.batch import lay_out, plan
 from flowjax.trainer.log import episode_metrics, write_trained
 from flowjax.trainer.sources import Served
 from flowjax.workflows import Agent
@@ -193,9 +193,9 @@ class _Recorder:
 def _train(folder: Path, step: int, rows: Sequence[TokenRow]) -> None:
     """Write log-probs at training, as of rows that were shuffled and packed."""
     shuffled = [rows[place] for place in np.random.default_rng(step).permutation(len(rows))]
-    packing: dict[str, Any] = {"row_tokens": 256, "micro_batch_rows": 2}
+    planned = plan(shuffled, row_tokens=256, micro_batch_rows=2)
     place = {id(row): index for index, row in enumerate(rows)}
-    order = [[place[id(shuffled[index])] for index in indices] for indices in packing_order(shuffled, **packing)]
-    batches = pack(shuffled, **packing)
+    order = [[place[id(shuffled[index])] for index in each.numbered] for each in planned]
+    batches = [lay_out(shuffled, each) for each in planned]
     found = [jnp.asarray(batch.behaviour_logprobs) - TRAINED_LESS for batch in batches]
     write_trained(trained_path(folder, "agent", step), rows, order, batches, found)

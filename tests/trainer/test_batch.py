@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowjax.records import TokenRow
-from flowjax.trainer.batch import BatchError, _best_fit_decreasing, pack, packing_order, row_buckets, swapped
+from flowjax.trainer.batch import BatchError, _best_fit_decreasing, pack, plan, row_buckets, swapped
 
 
 def row(length: int, sampled_places: list[int], start: int = 100) -> TokenRow:
@@ -131,9 +131,9 @@ def test_a_sequence_without_a_sampled_token_takes_no_number():
         numbers = batch.sequences[batch.mask]
         assert len(set(numbers.tolist())) == batch.mask.sum() and numbers.max(initial=0) < batch.sequences.size
     mixed = [row(4, []), row(3, [1, 2]), row(2, [1])]
-    (order,) = packing_order(mixed, row_tokens=16, micro_batch_rows=1)
+    (planned,) = plan(mixed, row_tokens=16, micro_batch_rows=1)
     (batch,) = pack(mixed, row_tokens=16, micro_batch_rows=1)
-    assert [int(mixed[order[number]].sampled.sum()) for number in batch.sequences[batch.mask]] == [2, 2, 1]
+    assert [int(mixed[planned.numbered[number]].sampled.sum()) for number in batch.sequences[batch.mask]] == [2, 2, 1]
 
 
 def test_a_sequence_longer_than_a_row_is_refused_with_both_numbers():
