@@ -49,14 +49,14 @@ def credit_batch(
     components: Mapping[str, float],
     estimator: str,
     options: Mapping[str, Any],
-    trained: Sequence[bool] | np.ndarray | None = None,
+    has_rows: Sequence[bool] | np.ndarray | None = None,
     with_parts: bool = False,
 ) -> CreditedBatch:
     """Reward and credit the groups of a batch in one call, and lay their turns out as token rows.
 
-    One call for all of them, because some estimators take statistics over the batch (REINFORCE++). Trajectories that
-    are not `trained` count in the statistics and have no rows; by default all are. `with_parts`: the credits have the
-    parts of their advantages, for people.
+    One call for all of them, because some estimators take statistics over the batch (REINFORCE++). Trajectories
+    without `has_rows` count in the statistics alone; by default all have rows. `with_parts`: the credits have the parts
+    of their advantages, for people.
     """
     scores, parts = trajectory_scores(groups, components)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -64,12 +64,11 @@ def credit_batch(
     advantages = np.asarray(estimate(table, estimator, **options))
     advantage_parts = credit_parts(table, estimator, **options) if with_parts else {}
     advantage_parts = {name: np.asarray(part) for name, part in advantage_parts.items()}
-    has_rows = [True] * len(trajectories) if trained is None else trained
     bounds = np.cumsum([0, *(len(trajectory.turns) for trajectory in trajectories)])
     rows, credits, with_signal = [], [], set()
     for index, trajectory in enumerate(trajectories):
         of_turns = slice(bounds[index], bounds[index + 1])  # in the table, which pads at its end
-        if has_rows[index]:
+        if has_rows is None or has_rows[index]:
             rows += token_rows(trajectory, advantages[of_turns])
             if (np.abs(advantages[of_turns]) > ROUNDING).any():
                 with_signal.add(trajectory.group_id)
@@ -277,16 +276,16 @@ class Batches:
 
     def _credit(self, policy: str, groups: Sequence[Group], *, with_parts: bool = False) -> CreditedBatch:
         settings = self._policies[policy].settings
-        components, trained = settings.reward.components.to_dict(), None
+        components, has_rows = settings.reward.components.to_dict(), None
         if self._algorithms.by_name:
             results = [Result.of(group, policy, components) for group in groups]
-            trained = np.concatenate([self._algorithms.trains(result) for result in results])
+            has_rows = np.concatenate([self._algorithms.trains(result) for result in results])
         return credit_batch(
             groups,
             components=components,
             estimator=settings.credit.name,
             options=settings.credit.options.to_dict(),
-            trained=trained,
+            has_rows=has_rows,
             with_parts=with_parts,
         )
 

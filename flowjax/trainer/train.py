@@ -6,6 +6,7 @@ state (`start`). `train` compiles and loops: batch, pack, update, mismatch, log,
 """
 
 import contextlib
+import itertools
 import math
 import os
 import time
@@ -267,7 +268,7 @@ class Learner:
 
     recent: trained arrays of the versions that a batch may have been sampled from, by version; the newest is a copy
         of those in `state`, whose buffers the next update is given (donated).
-    base: see `_digest`.
+    base_digest: see `_digest`.
     mismatches: see `sources.Mismatches`; those of which the source has not heard.
     reported: newest version of which the source has heard that it is on disk.
     """
@@ -284,7 +285,7 @@ class Learner:
     state: PolicyState
     recent: dict[int, Arrays]
     counters: UpdateCounters = field(default_factory=UpdateCounters)
-    base: str = ""
+    base_digest: str = ""
     mismatches: dict[str, tuple[float, int]] = field(default_factory=dict)
     reported: int = -1
     save_s: float = 0.0  # of the newest version
@@ -339,13 +340,13 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
     memory = OptimizerMemory(policy.trainer.offload_optimizer)
 
     # --------------------------------------------------------------------------------------------------------- restore
-    step, counters, base = 0, UpdateCounters(), _digest(policy.base) if decoder.lora is not None else ""
+    step, counters, base_digest = 0, UpdateCounters(), _digest(policy.base) if decoder.lora is not None else ""
     newest = checkpoints.restore_newest(adapter=trained, optimizer=optimizer_state) if checkpoints is not None else None
     if newest is not None:
         step, saved = newest
         trained, optimizer_state = saved.adapter, saved.optimizer
         counters = UpdateCounters(saved.data["skipped"], saved.data.get("empty", 0))
-        if (before := saved.data.get("base", "")) and before != base:
+        if (before := saved.data.get("base", "")) and before != base_digest:
             raise ConfigError(
                 f"config.model.path is {policy.base.model.path!r}, where other weights lie than those that "
                 f"{policy.name} has been trained on until now: bring these back, or start a new run"
@@ -363,7 +364,7 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
         state=PolicyState(step, trained, memory.to_host(optimizer_state), frozen),
         recent={},
         counters=counters,
-        base=base,
+        base_digest=base_digest,
     )
     if newest is None:
         publish(learner)  # engines serve version 0, so that the first batch has a version like any other
@@ -422,7 +423,7 @@ def publish(learner: Learner) -> None:
         if learner.policy.train == "full" and jax.process_count() == 1:  # several hold a part of the arrays each
             made = FullHandOver(learner.model, learner.policy.base.engine.dtype).writer(state.trained)
         data = {"skipped": learner.counters.skipped_updates, "empty": learner.counters.empty_updates}
-        data |= {"base": learner.base} if learner.base else {}
+        data |= {"base": learner.base_digest} if learner.base_digest else {}
         whole = learner.is_checkpoint
         learner.checkpoints.save(state.step, state.trained, state.optimizer, data, hand_over=made, whole=whole)
 
@@ -499,18 +500,19 @@ def train(
 
         # update: add up the gradients of its micro-batches, divide once, take the optimiser's step
         results: list[Metrics] = []
-        trained: list[jax.Array] = []  # log-probs of every micro-batch in the pass that was differentiated
+        pass_logprobs: list[list[jax.Array]] = []  # by update and micro-batch, of the pass that was differentiated
         for update, micro_batches in enumerate(on_devices):
-            # With dropout the pass that is differentiated is not the policy that sampled, even in the first update.
+            pass_logprobs.append([])
+            # The first update starts at the step's own policy; later ones, and passes with dropout, do not.
             at_start = learner.recent[step] if update or learner.uses_dropout else None
-            known = first_pass(learner.objective, learner.state, micro_batches, start=at_start)
+            first_passes = first_pass(learner.objective, learner.state, micro_batches, start=at_start)
             total = None
-            for index, (micro_batch, found) in enumerate(zip(micro_batches, known, strict=True)):
+            for index, (micro_batch, known) in enumerate(zip(micro_batches, first_passes, strict=True)):
                 seed = _dropout_seed(learner, update, index)
                 total, logprobs = gradient_of(
-                    learner.objective, learner.state, micro_batch, found, dropout_seed=seed, total=total
+                    learner.objective, learner.state, micro_batch, known, dropout_seed=seed, total=total
                 )
-                trained.append(logprobs)
+                pass_logprobs[update].append(logprobs)
             assert total is not None  # an update without rows was left out
             results.append(_apply_update(learner, total))
 
@@ -518,12 +520,12 @@ def train(
         compared, trajectories = [], []
         if learner.checkpoints is not None and packed:
             chosen = step % len(packed[0])  # of all in turn: the longest sequences are in the first
-            ours = None if learner.uses_dropout else trained[chosen]  # before the first update
+            ours = None if learner.uses_dropout else pass_logprobs[0][chosen]  # under the weights of the step's start
             compared = _compared(learner, packed[0][chosen], on_devices[0][chosen], mesh, ours=ours)
             trajectories = [updates[0][index].trajectory_id for index in plans[0][chosen].numbered]
 
         # count it: also when nothing was trained, the batch is used up
-        keep = _writer_of_logprobs(learner, served.rows, updates, plans, packed, trained)
+        keep = _writer_of_logprobs(learner, served.rows, updates, plans, packed, pass_logprobs)
         learner.counters.empty_updates += trainer.updates_per_step - len(updates)
         if not updates:
             logging.warning("%s, step %d: no row has a sampled token, nothing is trained", learner.name, step)
@@ -671,7 +673,7 @@ def _writer_of_logprobs(
     updates: Sequence[Sequence[TokenRow]],
     plans: Sequence[Sequence[Planned]],
     packed: Sequence[Sequence[MicroBatch]],
-    logprobs: Sequence[jax.Array],
+    logprobs: Sequence[Sequence[jax.Array]],
 ) -> Callable[[], None]:
     """A function that writes the step's log-probs at training beside the transcripts of its batch, once they are there;
     one that does nothing where no transcripts are kept."""
@@ -685,9 +687,9 @@ def _writer_of_logprobs(
         for part, of_part in zip(updates, plans, strict=True)
         for planned in of_part
     ]
-    micro_batches = [micro_batch for part in packed for micro_batch in part]
+    micro_batches = list(itertools.chain(*packed))
     path = trained_path(run.folder, learner.name, step)
-    return partial(write_trained, path, rows, order, micro_batches, logprobs)
+    return partial(write_trained, path, rows, order, micro_batches, list(itertools.chain(*logprobs)))
 
 
 def _write_nothing() -> None:

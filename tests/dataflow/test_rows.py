@@ -61,8 +61,8 @@ def played(name: str, *successes: float, lengths: Sequence[int] = (1,)) -> Group
     return Group(name, Task(name, "w", 0), tuple(members))
 
 
-def without_signal(groups: Sequence[Group], estimator: str, trained: Sequence[bool] | None = None) -> float:
-    batch = credit_batch(groups, components={"success": 1.0}, estimator=estimator, options={}, trained=trained)
+def without_signal(groups: Sequence[Group], estimator: str, has_rows: Sequence[bool] | None = None) -> float:
+    batch = credit_batch(groups, components={"success": 1.0}, estimator=estimator, options={}, has_rows=has_rows)
     assert batch.totals["groups"] == len(groups)
     return batch.totals["groups_without_signal"]
 
@@ -80,7 +80,7 @@ def test_groups_without_signal_are_those_whose_advantages_are_all_0(estimator: s
 
 def test_what_is_not_trained_on_gives_a_group_no_signal():
     groups = [played("a", 0, 1), played("b", 0, 1)]
-    assert without_signal(groups, "grpo", trained=[False, False, False, True]) == 1
+    assert without_signal(groups, "grpo", has_rows=[False, False, False, True]) == 1
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=4), st.booleans())
