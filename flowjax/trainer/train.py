@@ -107,7 +107,12 @@ def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
 
     # -------------------------------------------------------------------------------------- models, optimiser, restore
     decoders = make_models(run, mesh, trained)
-    sizes = {name: decoder.config.vocab_size for name, decoder in decoders.items()}
+    vocabularies = {name: decoder.config.vocab_size for name, decoder in decoders.items()}
+
+    def unusable(policy: str, rows: Sequence[TokenRow]) -> dict[str, str]:
+        row_tokens = trained[policy].trainer.row_tokens
+        return unusable_rows(rows, row_tokens=row_tokens, vocabulary=vocabularies[policy])
+
     with contextlib.ExitStack() as opened:
         learners = {}
         for name, policy in trained.items():
@@ -117,13 +122,12 @@ def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
                     run_dir / "checkpoints" / name, keep=trainer.keep_checkpoints, keep_every=trainer.keep_every_steps
                 )
             )
+            # Popped: the learner has the arrays, and one more reference would keep those of before training in memory.
             learners[name] = start(run, policy, decoders.pop(name), checkpoints)
         steps = {name: learner.state.step for name, learner in learners.items()}
 
         # ------------------------------------------------------------------------------------- where data and lines go
         to_dataflow = partial(connect_to_run, run_dir)
-        bounds = {name: (each.trainer.row_tokens, sizes[name]) for name, each in trained.items()}
-        unusable = partial(_unusable, bounds)
         source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s, unusable=unusable)
         if is_first():
             source.claim(steps)  # a trainer from before, and late copies of what it said, are refused from now on
@@ -136,12 +140,6 @@ def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
 
         # ------------------------------------------------------------------------------------------ compile, then loop
         train(learners, source, mesh=mesh, metrics=metrics, on_step=on_step)
-
-
-def _unusable(bounds: Mapping[str, tuple[int, int]], policy: str, rows: Sequence[TokenRow]) -> dict[str, str]:
-    """See `unusable_rows`; `bounds` are the length of a row and the vocabulary of each policy."""
-    row_tokens, vocabulary = bounds[policy]
-    return unusable_rows(rows, row_tokens=row_tokens, vocabulary=vocabulary)
 
 
 def _no_report(line: Mapping[str, object]) -> None:
