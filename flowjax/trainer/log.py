@@ -21,7 +21,7 @@ from flowjax.monitor.prometheus import MetricsEndpoint
 from flowjax.monitor.transcripts import write_lines
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import MicroBatch, swapped
-from flowjax.trainer.sources import Served
+from flowjax.trainer.sources import ServedBatch
 from flowjax.trainer.update import Metrics
 
 OnStep = Callable[[dict[str, Any]], None]
@@ -185,7 +185,7 @@ def memory_metrics() -> dict[str, int]:
     return found
 
 
-def episode_metrics(served: Served) -> dict[str, float]:
+def episode_metrics(served: ServedBatch) -> dict[str, float]:
     """Means over the batch's trajectories and turns."""
     totals = dict(served.totals)
     if not totals:

@@ -35,7 +35,7 @@ class SourceError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedBatch:
     """The rows of one batch of `policy`, and sums over its episodes (see `dataflow.batches.CreditedBatch`)."""
 
     policy: str
@@ -48,7 +48,7 @@ class Served:
 class Source(Protocol):
     """Anything that the loop may ask for batches."""
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
         """A batch of whichever policy has one first.
 
         `steps` are the policies that still train and the version of each. The batch turns that version of its policy
@@ -90,7 +90,7 @@ class DataflowSource:
             answer = self._call("claim", message, self._timeout_s)
             claimed, self._epoch = answer["claimed"], answer["epoch"]
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
         """See `Source`.
 
         Raises:
@@ -107,7 +107,7 @@ class DataflowSource:
                 continue
             policy, before = answer["policy"], refused
             if not (refused := self._unusable(policy, answer["rows"])):
-                return Served(policy, answer["rows"], answer["totals"], answer["dropped"])
+                return ServedBatch(policy, answer["rows"], answer["totals"], answer["dropped"])
             if refused.keys() & before.keys():
                 name, reason = next(iter(refused.items()))
                 raise BatchError(f"batch {steps[policy]} of {policy} came again after it was refused: {name}: {reason}")
@@ -147,9 +147,9 @@ class FixedSource:
     def __init__(self, batches: Iterator[Sequence[TokenRow]]):
         self._batches = batches
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
         (policy,) = steps
-        return Served(policy, next(self._batches))
+        return ServedBatch(policy, next(self._batches))
 
     def committed(self, policy: str, version: int, mismatches: Mismatches = NO_MISMATCHES) -> None:
         pass
@@ -161,7 +161,7 @@ class Ahead:
     def __init__(self, source: Source):
         self._source = source
         self._asked: queue.Queue[Mapping[str, int]] = queue.Queue()
-        self._answers: queue.Queue[Served | BaseException] = queue.Queue()
+        self._answers: queue.Queue[ServedBatch | BaseException] = queue.Queue()
         # A daemon: a run that ends early must not wait for a batch that may never come.
         threading.Thread(target=self._fetch, name="next batch", daemon=True).start()
 
@@ -170,7 +170,7 @@ class Ahead:
         if steps:
             self._asked.put(dict(steps))
 
-    def take(self, timeout_s: float) -> Served | None:
+    def take(self, timeout_s: float) -> ServedBatch | None:
         """The batch asked for, or None if it has not come by then; what went wrong there is raised here."""
         try:
             answer = self._answers.get(timeout=timeout_s)
@@ -198,7 +198,7 @@ class Shared:
         if self._ahead is not None:
             self._ahead.ask(steps)
 
-    def take(self, check: Callable[[], None]) -> Served:
+    def take(self, check: Callable[[], None]) -> ServedBatch:
         """The batch asked for. While it does not come, every process calls `check` each second, which may raise: a
         version that could not be saved is never played, and the batch of the next one never comes."""
         while True:
@@ -207,11 +207,13 @@ class Shared:
                 if served is not None:
                     return served
             else:
-                sent = pack({f.name: getattr(served, f.name) for f in fields(Served)}) if served is not None else b""
+                sent = (
+                    pack({f.name: getattr(served, f.name) for f in fields(ServedBatch)}) if served is not None else b""
+                )
                 # Its size first: a broadcast takes arrays of one shape in every process. None yet is a size of 0.
                 size = int.from_bytes(_from_first(len(sent).to_bytes(_SIZE_BYTES, "little"), _SIZE_BYTES), "little")
                 if size:
-                    return Served(**unpack(_from_first(sent, size)))
+                    return ServedBatch(**unpack(_from_first(sent, size)))
             check()
 
 

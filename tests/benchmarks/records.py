@@ -37,7 +37,7 @@ from flowjax.report.episodes import RecordedGroup, read_batch
 from flowjax.run import Run, resolve
 from flowjax.trainer.batch import lay_out, plan
 from flowjax.trainer.log import write_trained
-from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, Served
+from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, ServedBatch
 from flowjax.trainer.train import make_mesh, make_models, start, train
 from flowjax.weights.publish import Checkpoints
 from flowjax.workflows import shown_as
@@ -57,7 +57,7 @@ class _Batches:
         self._at: tuple[float, float] | None = None
         self.spent: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # seconds of clock and processors
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
         """The batch that is asked for while the step before it is under way, whose turn it counts as."""
         version = steps[_POLICY]
         config, keep = self._run.config, _keeps(version - 1)
@@ -77,7 +77,7 @@ class _Batches:
                 for turn in line["turns"]:
                     shown_as(**turn.get("shown", {}))
         config.dataflow.keep_trajectories = _keeps(version)  # the step under way has read it by now
-        return Served(_POLICY, batch.rows, batch.totals)
+        return ServedBatch(_POLICY, batch.rows, batch.totals)
 
     def parts(self) -> dict[str, float]:
         """Processor seconds of each part of a step's records, by the process of a run that spends them."""

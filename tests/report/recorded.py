@@ -28,7 +28,7 @@ from flowjax.monitor.transcripts import (
 from flowjax.records import Group, Task, TokenRow, Trajectory
 from flowjax.trainer.batch import lay_out, plan
 from flowjax.trainer.log import episode_metrics, write_trained
-from flowjax.trainer.sources import Served
+from flowjax.trainer.sources import ServedBatch
 from flowjax.workflows import Agent
 from flowjax.workflows.codec import Codec
 from flowjax.workflows.single import EpisodeOptions, play
@@ -146,7 +146,7 @@ class _Recorder:
         lines = [transcript(*each, credit) for each, credit in zip(played, batch.credits, strict=True)]
         write_lines(batch_path(self._folder, "agent", step), lines)
         _train(self._folder, step, batch.rows)
-        served = Served("agent", batch.rows, batch.totals, 0)
+        served = ServedBatch("agent", batch.rows, batch.totals, 0)
         timed = {"wait_s": 1.0, "pack_s": 0.1, "step_s": 2.0, "save_s": 0.2, "keep_s": 0.01}
         learned = {"entropy": 0.6 - 0.3 * share, "mismatch_kl": 1e-4, "staleness_mean": 1.0, "total_s": 3.21}
         self._metrics.write("train", step=step + 1, policy="agent", **timed, **learned, **episode_metrics(served))

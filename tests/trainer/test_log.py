@@ -9,7 +9,7 @@ from flowjax.monitor.metrics import read_status
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import pack
 from flowjax.trainer.log import TrainerStatus, _update_metrics, episode_metrics, memory_metrics, row_metrics
-from flowjax.trainer.sources import Served
+from flowjax.trainer.sources import ServedBatch
 
 
 def test_each_policys_newest_step_is_told(tmp_path):
@@ -39,8 +39,8 @@ def test_the_learning_curve_is_of_means_over_trajectories_turns_and_groups():
     expected = {"episodes": 8, "turns": 20, "dropped_groups": 3, "reward_mean": 0.25, "success_rate": 0.75}
     expected |= {"invalid_share": 0.25, "cut_share": 0.1, "reply_tokens_mean": 6.0, "turns_mean": 2.5}
     expected |= {"no_signal_share": 0.25, "reward/format": 0.5}
-    assert episode_metrics(Served("agent", [], totals, dropped=3)) == expected
-    assert episode_metrics(Served("agent", [])) == {}
+    assert episode_metrics(ServedBatch("agent", [], totals, dropped=3)) == expected
+    assert episode_metrics(ServedBatch("agent", [])) == {}
 
 
 def test_lag_and_padding_are_of_the_rows():

@@ -20,7 +20,7 @@ from flowjax.models.sharding import make_mesh
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.run import resolve
 from flowjax.trainer import train as training
-from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, Served
+from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, ServedBatch
 from flowjax.trainer.train import make_models, start, trained_model
 from flowjax.weights.publish import Checkpoints, committed_steps
 
@@ -35,7 +35,7 @@ class InOrder(SeededSource):
         self.order = iter(order.split())
         self.commits: list[tuple[str, int]] = []
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
         policy = next(self.order)
         served = super().batch({policy: steps[policy] + (100 if policy == "verifier" else 0)})
         for row in served.rows:
@@ -99,7 +99,7 @@ def test_the_last_version_of_a_policy_is_reported_while_others_go_on(config, tmp
     """It was when all were through: until then tasks were opened for a policy that learnt no more."""
 
     class Patient(InOrder):
-        def batch(self, steps: Mapping[str, int]) -> Served:
+        def batch(self, steps: Mapping[str, int]) -> ServedBatch:
             while "verifier" not in steps and 2 not in committed_steps(tmp_path / "checkpoints/verifier"):
                 time.sleep(0.01)
             return super().batch(steps)

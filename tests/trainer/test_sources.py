@@ -17,7 +17,7 @@ from flowjax.dataflow.server import limits
 from flowjax.records import Bounds, pack, unpack
 from flowjax.run import resolve
 from flowjax.trainer import sources
-from flowjax.trainer.sources import NO_MISMATCHES, DataflowSource, Mismatches, Served, Shared, SourceError
+from flowjax.trainer.sources import NO_MISMATCHES, DataflowSource, Mismatches, ServedBatch, Shared, SourceError
 from flowjax.weights.publish import CheckpointError
 
 BATCH = pack({"state": "run", "policy": "agent", "rows": [], "totals": {}, "dropped": 0})
@@ -107,8 +107,8 @@ def test_an_address_that_no_broker_reaches_is_refused():
 class Counting:
     """A source that answers at once with what it was asked for."""
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
-        return Served(next(iter(steps)), [], dict(steps))
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
+        return ServedBatch(next(iter(steps)), [], dict(steps))
 
     def committed(self, policy: str, version: int, mismatches: Mismatches = NO_MISMATCHES) -> None:
         pass
@@ -126,7 +126,7 @@ def test_the_first_process_fetches_the_batch_that_was_asked_for(monkeypatch):
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_batch_goes_to_every_process_in_pieces_with_its_size_in_whole_bytes(monkeypatch, number):
     """Its size was an int32, which one of 2 GiB does not fit into, and all of it went to every device at once."""
-    expected = Served("agent", [], {"agent": 3.0, "filler": 0.0}, dropped=2)
+    expected = ServedBatch("agent", [], {"agent": 3.0, "filler": 0.0}, dropped=2)
     sent = pack({name: getattr(expected, name) for name in ("policy", "rows", "totals", "dropped")})
     of_first = [len(sent).to_bytes(8, "little"), *(sent[start : start + 10] for start in range(0, len(sent), 10))]
     given = []
@@ -169,7 +169,7 @@ def test_while_no_batch_comes_a_save_that_has_failed_is_told(monkeypatch):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_every_process_looks_while_the_first_has_no_batch(monkeypatch, number):
-    looks, expected = [], Served("agent", [], {}, dropped=2)
+    looks, expected = [], ServedBatch("agent", [], {}, dropped=2)
     sent = pack({name: getattr(expected, name) for name in ("policy", "rows", "totals", "dropped")})
     of_first = iter([bytes(8), bytes(8), len(sent).to_bytes(8, "little"), sent])
 
@@ -194,7 +194,7 @@ def test_every_process_looks_while_the_first_has_no_batch(monkeypatch, number):
 class Answering(Counting):
     """A source of one batch."""
 
-    served: Served
+    served: ServedBatch
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
         return self.served

@@ -24,7 +24,7 @@ from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.records import TokenRow
 from flowjax.run import resolve
 from flowjax.trainer.batch import BatchError
-from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, Served
+from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, ServedBatch
 from flowjax.trainer.train import train_one
 from flowjax.weights.publish import CheckpointError, Checkpoints, committed_steps
 
@@ -38,7 +38,7 @@ class SeededSource:
         self.asked: list[int] = []
         self.newest_commit = -1
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
         ((policy, step),) = steps.items()
         self.asked.append(step)
         rng = np.random.default_rng(step)
@@ -56,7 +56,7 @@ class SeededSource:
                     np.where(sampled, step, -1),
                 )
             )
-        return Served(policy, rows)
+        return ServedBatch(policy, rows)
 
     def committed(self, policy: str, version: int, mismatches: Mismatches = NO_MISMATCHES) -> None:
         self.newest_commit = version
@@ -104,7 +104,7 @@ def test_resumed_training_is_bitwise_the_same(tmp_path: Path):
     # The schedule is a function of the run's length, so that the first half runs under the same config.
     interrupted = SeededSource()
 
-    def stop_at(steps: Mapping[str, int]) -> Served:
+    def stop_at(steps: Mapping[str, int]) -> ServedBatch:
         if steps["agent"] == 5:
             raise KeyboardInterrupt
         return SeededSource.batch(interrupted, steps)
@@ -139,7 +139,7 @@ def test_an_adapter_is_not_trained_on_with_another_base(tmp_path: Path):
 
 def test_version_0_is_published_before_the_first_batch(tmp_path: Path):
     class Refusing(SeededSource):
-        def batch(self, steps: Mapping[str, int]) -> Served:
+        def batch(self, steps: Mapping[str, int]) -> ServedBatch:
             raise BatchError("nothing to train on")
 
     with pytest.raises(BatchError):
@@ -150,7 +150,7 @@ def test_version_0_is_published_before_the_first_batch(tmp_path: Path):
 
 def test_a_save_that_fails_is_told_while_its_batch_cannot_come(tmp_path: Path, monkeypatch):
     class Waiting(SeededSource):
-        def batch(self, steps: Mapping[str, int]) -> Served:
+        def batch(self, steps: Mapping[str, int]) -> ServedBatch:
             if steps["agent"] == 1:
                 threading.Event().wait()  # for version 1, which nobody gets
             return super().batch(steps)

@@ -28,7 +28,7 @@ from flowjax.run import resolve
 from flowjax.trainer import train
 from flowjax.trainer.batch import pack
 from flowjax.trainer.optimizer import OptimizerMemory
-from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, Served
+from flowjax.trainer.sources import NO_MISMATCHES, Mismatches, ServedBatch
 from flowjax.trainer.train import make_objective, train_one, use_compile_cache
 from flowjax.trainer.update import PolicyState, compile_count, first_pass, gradient_of, logprobs_of
 from flowjax.weights.publish import (
@@ -49,7 +49,7 @@ WIDE = nano_config(40, hidden_size=128, layers=1, heads=2, kv_heads=1, head_dim=
 class Spoilt(SeededSource):
     """Batches of which some can not be trained on: without a sampled token, or not finite."""
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
         served = super().batch(steps)
         step = steps["agent"]
         for index, row in enumerate(served.rows):
@@ -57,7 +57,7 @@ class Spoilt(SeededSource):
                 row.sampled[:] = False
             if step == 3:
                 row.advantages[row.sampled] = np.inf
-        return Served(served.policy, [] if step == 4 else served.rows)
+        return ServedBatch(served.policy, [] if step == 4 else served.rows)
 
 
 def test_what_cannot_be_trained_on_is_counted_and_changes_nothing(tmp_path: Path):
@@ -93,12 +93,12 @@ def test_the_rate_in_the_line_is_that_of_the_updates_that_were_made(tmp_path: Pa
 class Named(Spoilt):
     """As there, by the dataflow: every row of a trajectory."""
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
         served = super().batch(steps)
         rows = [replace(row, trajectory_id=f"{steps['agent']}-{n}") for n, row in enumerate(served.rows)]
         for row in rows[1::3]:
             row.sampled[:] = False
-        return Served(served.policy, rows)
+        return ServedBatch(served.policy, rows)
 
 
 def test_a_row_without_a_sampled_token_shifts_no_logprobs_to_its_neighbour(tmp_path: Path):
@@ -137,7 +137,7 @@ class Honest(SeededSource):
     def committed(self, policy: str, version: int, mismatches: Mismatches = NO_MISMATCHES) -> None:
         self.mismatches.append(mismatches)
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
         served = super().batch(steps)
         if steps["agent"] == 0:
             return served
@@ -151,7 +151,7 @@ class Honest(SeededSource):
         for row in served.rows[:10] if steps["agent"] == 2 else ():  # by an engine of another model
             row.logprobs[row.sampled] -= 0.5
         named = [replace(row, trajectory_id=f"{steps['agent']}/{place // 2}") for place, row in enumerate(served.rows)]
-        return Served(served.policy, named)
+        return ServedBatch(served.policy, named)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -331,7 +331,7 @@ class Stopping(SeededSource):
         super().__init__()
         self._step = step
 
-    def batch(self, steps: Mapping[str, int]) -> Served:
+    def batch(self, steps: Mapping[str, int]) -> ServedBatch:
         if steps["agent"] == self._step:
             raise Killed
         return super().batch(steps)
