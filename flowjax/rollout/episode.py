@@ -211,27 +211,28 @@ class EpisodePlayer:
     def _agent(
         self, agent: str, base: ServedBase | None, model: str, lease: Lease, sampled: set[tuple[str, str]]
     ) -> Agent:
-        allowed = self.config.rollout.structured_outputs and self.worlds[lease.task.source].structured_outputs(
-            self.config.env.prompt
-        )
-        rollout, kind = self.config.rollout, self.config.eval if lease.kind == "eval" else self.config.rollout
+        rollout, world = self.config.rollout, self.worlds[lease.task.source]
+        allowed = rollout.structured_outputs and world.structured_outputs(self.config.env.prompt)
+        filters = self.config.eval if lease.kind == "eval" else rollout
         sampling = SamplingOptions(
-            lease.temperature,
-            rollout.max_new_tokens,
-            kind.top_p,
-            kind.top_k,
-            kind.min_p,
+            temperature=lease.temperature,
+            max_new_tokens=rollout.max_new_tokens,
+            top_p=filters.top_p,
+            top_k=filters.top_k,
+            min_p=filters.min_p,
             stop=tuple(rollout.stop),
             structured_outputs=json.dumps(allowed) if allowed else "",
         )
-        # Evaluations are seeded, so that they can be repeated. Training is not: equal prompts must differ in replies.
-        seed = self.config.eval.seed if lease.kind == "eval" and lease.temperature > 0 else -1
-        seed_of = partial(_reply_seed, max(seed, 0), lease.seed, agent)
+        # Seeded evaluations can be repeated; beside training they are seeded only where config.eval.seed is not -1.
+        # Training never is: equal prompts must differ in replies.
+        evaluation_seed = self.config.eval.seed
+        is_seeded = lease.kind == "eval" and lease.temperature > 0 and evaluation_seed >= 0
+        seed_of = partial(_reply_seed, evaluation_seed if is_seeded else 0, lease.seed, agent)
         if base is None:
             assert self.backend is not None, f"nobody speaks for {agent}"
             return EndpointAgent(self.backend, model, sampling, seed_of)
         sampling = replace(sampling, stop_token_ids=base.codec.stop_token_ids)
-        return Agent(base.codec, _generator(base, model, lease, sampling, sampled, seed_of if seed >= 0 else None))
+        return Agent(base.codec, _generator(base, model, lease, sampling, sampled, seed_of if is_seeded else None))
 
 
 def _generator(
