@@ -414,12 +414,12 @@ async def play_missing(
             asked_s = time.monotonic()
             try:
                 episode = await play(lease)
+                reason = episode.error
             except EngineError as error:
-                episode = str(error)
-            if isinstance(episode, str) or episode.status == "executor_error":
+                episode, reason = None, str(error)
+            if episode is None or episode.status == "executor_error":
                 if time.monotonic() - answered_s > patience_s:
-                    away = episode if isinstance(episode, str) else episode.error
-                    raise EvaluationStopped(f"nothing has answered for {patience_s:.0f} s, the last because: {away}")
+                    raise EvaluationStopped(f"nothing has answered for {patience_s:.0f} s, the last because: {reason}")
                 failed += answered_s > asked_s  # others are answered, this one is not
                 await asyncio.sleep(_PAUSE_S)
                 continue
