@@ -258,7 +258,7 @@ def engines_of_base(base: Base, run_dir: Path, urls: Sequence[str]) -> Engines:
     return EnginePool(clients, request_timeout_s=engine.request_timeout_s)
 
 
-# ------------------------------------------------------------------------------------------------------------ admission
+# -------------------------------------------------------------------------------------------- how many episodes at once
 
 _DECREASE = 0.75
 _INCREASES_TO_CEILING = 32
@@ -286,7 +286,7 @@ def next_slots(slots: float, load: Load, preempted: int, *, playing: int, floor:
     return min(float(ceiling), slots + ceiling / _INCREASES_TO_CEILING)
 
 
-class Admission:
+class SlotControl:
     """The slots of a rollout service between `floor` and `ceiling`; a floor of 0 means all of them, always.
 
     Every episode may call on every base model, so that the one that manages least decides.

@@ -22,7 +22,7 @@ from flowjax.envs import find_world
 from flowjax.monitor.metrics import write_status
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, pack
 from flowjax.rollout.client import EngineError, VersionAway
-from flowjax.rollout.engines import Admission, ServedBase
+from flowjax.rollout.engines import ServedBase, SlotControl
 from flowjax.rollout.episode import EpisodePlayer
 from flowjax.run import Run
 from flowjax.weights.follow import Follower
@@ -161,7 +161,7 @@ class RolloutService:
     ):
         config = run.config
         self._policies, self._most_slots = list(run.policies), config.rollout.max_concurrent_episodes
-        self._admission = Admission(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
+        self._slot_control = SlotControl(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
         self._playable = {"worlds": [_world_name(run)], "policies": self._policies, "kinds": ["train", "eval"]}
         self._message_bytes = min(_MESSAGE_BYTES, config.dataflow.max_message_bytes // 2)
         self._renew_every_s, self._presence_s = config.dataflow.lease_s / 3, run.presence_s
@@ -199,7 +199,7 @@ class RolloutService:
         loops = [self._lease, self._renew, self._report]
         loops += [partial(self._hand_over, kind) for kind in self._finished]
         loops += [loop for base in self._bases for loop in (base.follower.run, partial(self._watch, base))]
-        loops += [self._admit] if self._admission.adaptive else []
+        loops += [self._adapt_slots] if self._slot_control.adaptive else []
         tasks = [asyncio.create_task(loop()) for loop in (*loops, stop.wait)]
         tasks += [asyncio.create_task(reports.run()) for reports in self._reports.values()]
         try:
@@ -224,7 +224,7 @@ class RolloutService:
             # Until the dataflow knows what is served here, it may give what would be played with too old a version.
             await asyncio.gather(*(reports.known() for reports in self._reports.values()))
             self._slot_freed.clear()
-            free = self._admission.slots - len(self._playing)
+            free = self._slot_control.slots - len(self._playing)
             retry_s = 1.0
             if free > 0 and self._engines_up:
                 leases, retry_s = await self._ask(free)
@@ -232,7 +232,7 @@ class RolloutService:
                     self._playing[lease.lease_id] = asyncio.create_task(self._episode(lease))
                 if leases:
                     self._note_status()  # at once: who follows a service that is killed gives back what stands there
-                if len(self._playing) >= self._admission.slots:
+                if len(self._playing) >= self._slot_control.slots:
                     retry_s = 1.0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(retry_s):  # not wait_for, which can lose a cancellation before Python 3.12
@@ -348,17 +348,17 @@ class RolloutService:
         """True if each base model has an engine that is alive: an episode may call on all of them."""
         return all(base.up for base in self._bases)
 
-    async def _admit(self) -> None:
+    async def _adapt_slots(self) -> None:
         """Let the number of episodes follow the engines' load."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            before = self._admission.slots
+            before = self._slot_control.slots
             loads = {}
             for base in self._bases:
                 with contextlib.suppress(EngineError):  # away: `_watch` sees to that
                     loads[base.name] = base.load = await base.engine.load()
-            self._admission.update(loads, len(self._playing))
-            if self._admission.slots > before:
+            self._slot_control.update(loads, len(self._playing))
+            if self._slot_control.slots > before:
                 self._slot_freed.set()
 
     async def _report(self) -> None:
@@ -389,7 +389,7 @@ class RolloutService:
             **asdict(self.totals),
             **self._rates.update(self.totals, time.monotonic()),
             "in_flight": len(self._playing),
-            "slots": self._admission.slots,
+            "slots": self._slot_control.slots,
             "bases": {base.name: base.status() for base in self._bases},
             "worker": self._dataflow.worker,
             "metrics_url": self.metrics_url,

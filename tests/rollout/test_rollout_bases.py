@@ -19,7 +19,7 @@ from flowjax.launch.checks import check_config
 from flowjax.models.nano import build_tokenizer
 from flowjax.rollout.__main__ import _engine_urls
 from flowjax.rollout.client import Load
-from flowjax.rollout.engines import Admission
+from flowjax.rollout.engines import SlotControl
 from flowjax.run import check_agents, resolve
 from flowjax.weights.publish import Checkpoints
 
@@ -142,18 +142,18 @@ def test_an_engine_that_stays_away_is_named_by_its_log(tmp_path):
 
 
 def test_the_fullest_base_decides_how_many_episodes_are_played():
-    admission = Admission(floor=2, ceiling=32)
+    control = SlotControl(floor=2, ceiling=32)
     for _ in range(40):
-        admission.update({"base": Load(running=1), "judge": Load(running=1)}, admission.slots)
-    assert admission.slots == 32
-    admission.update({"base": Load(running=100), "judge": Load(running=4, waiting=9)}, 32)
-    assert admission.slots == 24
-    admission.update({"base": Load(running=100), "judge": Load(running=4, preemptions=3)}, 24)
-    assert admission.slots == 18, "requests preempted on one of them"
-    admission.update({"base": Load(running=100), "judge": Load(running=4, preemptions=3)}, 18)
-    assert admission.slots == 19
-    admission.update({}, 19)
-    assert admission.slots == 19, "no engine has answered"
+        control.update({"base": Load(running=1), "judge": Load(running=1)}, control.slots)
+    assert control.slots == 32
+    control.update({"base": Load(running=100), "judge": Load(running=4, waiting=9)}, 32)
+    assert control.slots == 24
+    control.update({"base": Load(running=100), "judge": Load(running=4, preemptions=3)}, 24)
+    assert control.slots == 18, "requests preempted on one of them"
+    control.update({"base": Load(running=100), "judge": Load(running=4, preemptions=3)}, 18)
+    assert control.slots == 19
+    control.update({}, 19)
+    assert control.slots == 19, "no engine has answered"
 
 
 def _config(**bases: dict) -> Any:

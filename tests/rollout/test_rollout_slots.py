@@ -3,7 +3,7 @@
 import pytest
 
 from flowjax.rollout.client import Load, read_load
-from flowjax.rollout.engines import Admission, next_slots
+from flowjax.rollout.engines import SlotControl, next_slots
 
 METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -62,13 +62,13 @@ class Simulated:
 
 @pytest.mark.parametrize("best", [3, 10, 24, 50])
 def test_settles_near_the_best_load_where_all_slots_would_collapse(best):
-    engine, admission = Simulated(best), Admission(**BOUNDS)
+    engine, control = Simulated(best), SlotControl(**BOUNDS)
     done, seen = [], []
     for _ in range(600):
-        playing = admission.slots
+        playing = control.slots
         done.append(engine.throughput(playing))
         seen.append(playing)
-        admission.update({"base": engine.step(playing)}, playing)
+        control.update({"base": engine.step(playing)}, playing)
     settled = sum(done[100:]) / len(done[100:])
     assert settled > 0.75 * best
     assert settled > 1.3 * engine.throughput(BOUNDS["ceiling"])
@@ -77,40 +77,40 @@ def test_settles_near_the_best_load_where_all_slots_would_collapse(best):
 
 
 def test_an_engine_that_manages_everything_gets_everything():
-    admission = Admission(**BOUNDS)
+    control = SlotControl(**BOUNDS)
     for _ in range(40):
-        admission.update({"base": Simulated(1000).step(admission.slots)}, admission.slots)
-    assert admission.slots == BOUNDS["ceiling"]
+        control.update({"base": Simulated(1000).step(control.slots)}, control.slots)
+    assert control.slots == BOUNDS["ceiling"]
 
 
 def test_episodes_that_take_their_time_to_end_are_not_cut_twice():
-    admission = Admission(floor=2, ceiling=64)
+    control = SlotControl(floor=2, ceiling=64)
     for _ in range(40):
-        admission.update({"base": Load(running=1)}, admission.slots)
-    assert admission.slots == 64
+        control.update({"base": Load(running=1)}, control.slots)
+    assert control.slots == 64
     for _ in range(10):  # still congested, while 64 go on
-        admission.update({"base": Load(running=1, waiting=63)}, 64)
-    assert admission.slots == 48
+        control.update({"base": Load(running=1, waiting=63)}, 64)
+    assert control.slots == 48
 
 
 def test_never_starves_and_recovers():
-    admission = Admission(floor=1, ceiling=32)
+    control = SlotControl(floor=1, ceiling=32)
     for _ in range(100):
-        admission.update({"base": Load(running=1, waiting=100)}, admission.slots)
-    assert admission.slots == 1
+        control.update({"base": Load(running=1, waiting=100)}, control.slots)
+    assert control.slots == 1
     for _ in range(40):
-        admission.update({"base": Load(running=1)}, admission.slots)
-    assert admission.slots == 32
+        control.update({"base": Load(running=1)}, control.slots)
+    assert control.slots == 32
 
 
 def test_a_restarted_engine_has_not_preempted_less_than_nothing():
-    admission = Admission(floor=1, ceiling=32)
-    admission.update({"base": Load(preemptions=90)}, 1)
-    before = admission.slots
-    admission.update({"base": Load(preemptions=0)}, 1)
-    assert admission.slots >= before
+    control = SlotControl(floor=1, ceiling=32)
+    control.update({"base": Load(preemptions=90)}, 1)
+    before = control.slots
+    control.update({"base": Load(preemptions=0)}, 1)
+    assert control.slots >= before
 
 
 def test_without_a_floor_all_slots_are_there():
-    admission = Admission(floor=0, ceiling=64)
-    assert (admission.slots, admission.adaptive) == (64, False)
+    control = SlotControl(floor=0, ceiling=64)
+    assert (control.slots, control.adaptive) == (64, False)
