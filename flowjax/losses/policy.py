@@ -240,7 +240,7 @@ def _m2po(tokens: _Tokens, options: LossOptions) -> Surrogate:
     bounds = tokens.ratio_bounds
     if bounds is None:
         moved = (tokens.logprobs, tokens.old, tokens.advantages, tokens.mask)
-        bounds = m2po_bounds(*moved, threshold=options.m2_threshold)[:2]
+        bounds = m2po_bounds(*moved, threshold=options.m2_threshold)
     return _clipped(tokens, *bounds)
 
 

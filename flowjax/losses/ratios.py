@@ -172,21 +172,24 @@ def correction_weights(
 
 def m2po_bounds(
     logprobs: Float[Array, "*tokens"],
-    behaviour_logprobs: Float[Array, "*tokens"],
+    old_logprobs: Float[Array, "*tokens"],
     advantages: Float[Array, "*tokens"],
     mask: Bool[Array, "*tokens"],
     *,
     threshold: Scalar,
-) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """(clip_low, clip_high, second moment before clipping). M2PO (arXiv 2510.01161).
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """(clip_low, clip_high) for the ratio of `logprobs` to `old_logprobs`. M2PO (arXiv 2510.01161).
 
     Among the tokens whose ratio moved where the advantage pushes, drop the largest squared log-ratios until the mean of
     the rest is below `threshold`; the largest that stays is tau^2, and the ratio may go from exp(-tau) to exp(tau).
 
     Pass the tokens of the whole optimiser batch: bounds found in each micro-batch would depend on how it was split. So
     the trainer goes over the batch twice, forward for these bounds, then for the gradient with `ratio_bounds`.
+
+    Args:
+        old_logprobs: what the ratio is taken against: the sampler's, or the proximal policy's.
     """
-    log_ratio = jax.lax.stop_gradient(logprobs - behaviour_logprobs).reshape(-1)
+    log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs).reshape(-1)
     advantages, mask = advantages.reshape(-1), mask.reshape(-1)
     pushed = mask & (((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0)))
     squares = jnp.where(pushed, jnp.square(log_ratio), 0.0)
@@ -198,9 +201,8 @@ def m2po_bounds(
     # Where not even the smallest fits, it alone stays: bounds of 0 would drop every token.
     smallest = ascending[jnp.clip(squares.shape[0] - count, 0, squares.shape[0] - 1)]
     largest_kept = jnp.where(jnp.any(fits), jnp.max(jnp.where(fits, ascending, 0.0)), smallest)
-    second_moment = jnp.sum(squares) / jnp.maximum(count, 1)
-    wide = (count == 0) | (second_moment <= threshold)
+    wide = (count == 0) | (jnp.sum(squares) / jnp.maximum(count, 1) <= threshold)
     tau = jnp.sqrt(largest_kept) * (1 + _SLACK) + _SLACK
     low = jnp.where(wide, WIDEST_LOW, jnp.minimum(-jnp.expm1(-tau), WIDEST_LOW))
     high = jnp.where(wide, WIDEST_HIGH, jnp.minimum(jnp.expm1(tau), WIDEST_HIGH))
-    return low, high, second_moment
+    return low, high

@@ -198,7 +198,7 @@ def _bounds_of(
     columns: tuple[list[Array], ...], threshold: Float[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     whole = [jnp.concatenate([jnp.reshape(part, -1) for part in column]) for column in columns]
-    return m2po_bounds(*whole, threshold=threshold)[:2]
+    return m2po_bounds(*whole, threshold=threshold)
 
 
 # ------------------------------------------------------------------------------------------------------------ gradient
