@@ -66,7 +66,8 @@ def kl_penalty(
 
     k1   d                    unbiased, noisy, may be negative; its gradient as a loss is zero in expectation
     k2   d^2 / 2              its gradient is that of the KL
-    k3   exp(-d) - 1 + d      unbiased and never negative; bounded at 10
+    k3   exp(-d) - 1 + d      unbiased and never negative; as a loss its gradient is that of KL(reference || pi).
+                              Bounded at 10, beyond which the gradient is zero: such a token is not pulled back
     abs  |d|
     """
     difference = logprobs - reference_logprobs
@@ -131,6 +132,9 @@ def correction_weights(
     sequence_count: int | None = None,
 ) -> Float[Array, "*tokens"]:
     """Weight of each token from its ratio w = pi_proximal / mu, without gradient.
+
+    In a run the masks are given no proximal policy, and w is pi / mu of the policy as it is being trained: they also
+    drop tokens that training itself has moved out of the band.
 
     token_truncate           min(w, high): truncated importance sampling
     token_clamp              w brought into [low, high]
