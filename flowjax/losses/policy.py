@@ -268,8 +268,9 @@ def _sapo(tokens: _Tokens, options: LossOptions) -> Surrogate:
 def _dppo(tokens: _Tokens, options: LossOptions, *, both_signs: bool = False) -> Surrogate:
     """-keep A r + pull (log r)^2, keep where the probability has not moved too far.
 
-    dppo drops a token when A pushes further: A > 0 and pi - mu > high, or A < 0 and pi - mu < -low. ipo drops it
-    whatever the sign of A. prime-rl's default and its predecessor.
+    dppo drops a token when A pushes further: A > 0 and pi - mu > high, or A < 0 and pi - mu < -low. DPPO-Binary TV
+    (arXiv 2602.04879), prime-rl's default. ipo drops it whatever the sign of A: INTELLECT Policy Optimization,
+    prime-rl's default before, not the preference loss of that name. The pull is Kimi K2.5's (arXiv 2602.02276).
     """
     moved = jax.lax.stop_gradient(jnp.exp(tokens.logprobs) - jnp.exp(tokens.old))
     above, below = moved > options.clip_high, moved < -options.clip_low
