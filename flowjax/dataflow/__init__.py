@@ -1,1 +1,1 @@
-"""From tasks to batches: lease, group, reward, credit, buffer, serve; SQLite underneath, HTTP around it."""
+"""From tasks to batches: lease, group, select, reward, credit, serve; SQLite underneath, HTTP around it."""
