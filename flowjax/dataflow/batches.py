@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,17 @@ _PATIENCE = 1 / 3  # of the time that a batch takes, for groups that no later on
 _TIMED = 8  # newest batches, whose median that time is: a pause in between says nothing
 
 
+@dataclass(slots=True, eq=False)
+class _Pace:
+    """Times of a policy's batches, by the clock; None where there is no such time."""
+
+    made_s: float | None = None  # the newest batch was made
+    possible_s: float | None = None  # the next one could first have been made
+    waits_until_s: float | None = None  # it waits for older groups until then
+    # Between batches, waits included: T = work + T / 3, so that waiting adds half of the work at most.
+    intervals_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED))
+
+
 @dataclass(frozen=True, slots=True)
 class Assigned:
     """The groups that a batch is made of, and how many others were dropped as too old."""
@@ -163,11 +174,7 @@ class Batches:
     ):
         self._ledger, self._algorithms, self._policies = ledger, algorithms, policies
         self._metrics, self._run_dir, self._clock = metrics, run_dir, clock
-        self._made_s: dict[str, float] = {}  # when the newest batch was made, by policy
-        self._could_s: dict[str, float] = {}  # when the next one could first have been, if it waits
-        self._until_s: dict[str, float] = {}  # and until when it does
-        # From one batch to the next, by policy. Their waits are within: a third of it each time, they add up to a half.
-        self._apart_s: dict[str, deque[float]] = {policy: deque(maxlen=_TIMED) for policy in policies}
+        self._pace = {policy: _Pace() for policy in policies}
         self._logged: dict[str, int] = {}  # the step whose line is in the log, by policy
         self.trained_ages = {policy: self._newest_ages(policy) for policy in policies}  # tokens by age, newest batch
 
@@ -207,25 +214,26 @@ class Batches:
         state, now_s = self._policies[policy], self._clock()
         groups, bound = state.settings.trainer.groups_per_step, state.run.config.dataflow.max_staleness
         chosen, dropped = select(self._algorithms, ready, used, step=step, groups=groups, max_staleness=bound)
+        pace = self._pace[policy]
         if chosen is None:
-            self._could_s.pop(policy, None)
+            pace.possible_s = None
             return None, dropped
-        could_s = self._could_s.setdefault(policy, now_s)
+        if pace.possible_s is None:
+            pace.possible_s = now_s
         if self._takes_younger(policy, step - bound, chosen, ready):
-            apart_s = self._apart_s[policy]
-            self._until_s[policy] = could_s + _PATIENCE * (statistics.median(apart_s) if apart_s else 0.0)
-            if now_s < self._until_s[policy]:
+            interval_s = statistics.median(pace.intervals_s) if pace.intervals_s else 0.0
+            pace.waits_until_s = pace.possible_s + _PATIENCE * interval_s
+            if now_s < pace.waits_until_s:
                 return None, dropped
-        if policy in self._made_s:
-            self._apart_s[policy].append(now_s - self._made_s[policy])
-        self._made_s[policy] = now_s
-        del self._could_s[policy]
-        self._until_s.pop(policy, None)
+        if pace.made_s is not None:
+            pace.intervals_s.append(now_s - pace.made_s)
+        pace.made_s, pace.possible_s, pace.waits_until_s = now_s, None, None
         return chosen, dropped
 
     def patience_s(self, policies: Collection[str]) -> float:
         """Seconds until one of these policies' batches waits no longer for older groups; infinite if none does."""
-        until_s = min((self._until_s[policy] for policy in policies if policy in self._until_s), default=math.inf)
+        waits = [self._pace[policy].waits_until_s for policy in policies]
+        until_s = min((until_s for until_s in waits if until_s is not None), default=math.inf)
         return max(until_s - self._clock(), 0.0)
 
     def _takes_younger(self, policy: str, oldest: int, chosen: Sequence[str], ready: Sequence[PolicyGroup]) -> bool:
