@@ -119,12 +119,22 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
                 turn.token_versions,
             )
         )
-    # Over all rows of the trajectory: losses that average over trajectories divide each row by the whole.
-    names = (sum(len(turn.sampled_ids) for turn in trajectory.turns), trajectory.trajectory_id)
+    sampled_tokens = sum(len(turn.sampled_ids) for turn in trajectory.turns)
     made: list[TokenRow] = []
     for parts in rows:
-        tokens, sampled, logprobs, paid, versions = (np.concatenate(column) for column in zip(*parts, strict=True))
-        made.append(TokenRow(trajectory.policy, tokens, sampled, logprobs, paid, versions, *names))
+        tokens, sampled, logprobs, row_advantages, versions = (np.concatenate(of) for of in zip(*parts, strict=True))
+        made.append(
+            TokenRow(
+                policy=trajectory.policy,
+                tokens=tokens,
+                sampled=sampled,
+                logprobs=logprobs,
+                advantages=row_advantages,
+                versions=versions,
+                trajectory_tokens=sampled_tokens,  # of all its rows: losses that average over trajectories divide by it
+                trajectory_id=trajectory.trajectory_id,
+            )
+        )
     return made
 
 
