@@ -119,22 +119,13 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
                 turn.token_versions,
             )
         )
+    # Of all rows of the trajectory: losses that average over trajectories divide each row by it.
     sampled_tokens = sum(len(turn.sampled_ids) for turn in trajectory.turns)
+    row = partial(TokenRow, trajectory_tokens=sampled_tokens, trajectory_id=trajectory.trajectory_id)
     made: list[TokenRow] = []
     for parts in rows:
         tokens, sampled, logprobs, row_advantages, versions = (np.concatenate(of) for of in zip(*parts, strict=True))
-        made.append(
-            TokenRow(
-                policy=trajectory.policy,
-                tokens=tokens,
-                sampled=sampled,
-                logprobs=logprobs,
-                advantages=row_advantages,
-                versions=versions,
-                trajectory_tokens=sampled_tokens,  # of all its rows: losses that average over trajectories divide by it
-                trajectory_id=trajectory.trajectory_id,
-            )
-        )
+        made.append(row(trajectory.policy, tokens, sampled, logprobs, row_advantages, versions))
     return made
 
 
@@ -162,6 +153,13 @@ class Assigned:
 
     groups: Sequence[Group]
     dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Uncreditable:
+    """A batch that no credit can be given for. `reasons` has the first trajectory of each group at fault, and why."""
+
+    reasons: Mapping[str, str]
 
 
 class Batches:
@@ -307,8 +305,8 @@ class Batches:
             with_parts=with_parts,
         )
 
-    def try_credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch | dict[str, str]:
-        """The rows of a batch as `credit` makes them, or the groups for which there can be none, by `_uncreditable`.
+    def try_credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch | Uncreditable:
+        """The rows of a batch as `credit` makes them, or why there can be none.
 
         Raises:
             Exception: it fails because of the machine or of an algorithm, or of no group of it.
@@ -321,11 +319,10 @@ class Batches:
             # A fault of the machine or of an algorithm says nothing about the groups; any other is one of theirs.
             if is_machine_fault(error) or not (reasons := self._uncreditable(policy, groups)):
                 raise
-            return reasons
+            return Uncreditable(reasons)
 
     def _uncreditable(self, policy: str, groups: Sequence[Group]) -> dict[str, str]:
-        """Groups of a batch whose credit fails that are the cause: those for which it fails alone, too. Each is named
-        by its first trajectory, with the reason.
+        """Reasons as in `Uncreditable`; a group is at fault if credit fails for it alone, too.
 
         Raises:
             Exception: it fails for one because of the machine, which says nothing about the group.

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowjax.broker import Answer, Busy, Evicted
-from flowjax.dataflow.batches import Assigned, CreditedBatch
+from flowjax.dataflow.batches import Assigned, CreditedBatch, Uncreditable
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.leases import KINDS, Capabilities, Played
 from flowjax.dataflow.ledger import StepError, is_damage
@@ -61,6 +61,15 @@ _CREDIT_HELD_S = 20.0  # longest that the answer waits for the rows of a batch; 
 _LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
 
 
+@dataclass(frozen=True, eq=False)
+class _Crediting:
+    """Credit of a batch under way: made once, however often the batch is asked for meanwhile."""
+
+    group_ids: Sequence[str]
+    dropped: int  # groups, for this batch
+    task: asyncio.Task[CreditedBatch | Uncreditable]
+
+
 class DataflowService:
     """Answers for a `Flow`. Everything runs on one event loop, so no message sees a half-made
     transition; only credit and what is kept of an evaluation, which may take minutes, are made in a thread.
@@ -76,8 +85,7 @@ class DataflowService:
         self._stopping = False
         self._changed = asyncio.Event()
         self._crediting = asyncio.Lock()
-        # By policy, the batch whose rows were asked for last and not given yet: its groups, and how many were dropped.
-        self._credits: dict[str, tuple[list[str], int, asyncio.Task[CreditedBatch | dict[str, str]]]] = {}
+        self._credits: dict[str, _Crediting] = {}  # by policy, the batch that was asked for last and not given yet
         self.failure: Exception | None = None  # that the dataflow is to end of
         # When the failures of a message began, and the newest one: one file may be broken, the others not.
         self._failing_s: dict[str, tuple[float, float]] = {}
@@ -374,33 +382,35 @@ class DataflowService:
             return {"state": "wait"}
         self._notify()  # groups that are used or dropped make room for others
         policy, assigned = batch
-        if (made := await self._credited(policy, steps[policy], assigned)) is None:
+        crediting = self._credit_of(policy, steps[policy], assigned)
+        # Leaves the task alone where who asked hangs up.
+        await asyncio.wait({crediting.task}, timeout=_CREDIT_HELD_S)
+        if not crediting.task.done():
             return {"state": "wait"}
-        credited, dropped = made
-        if isinstance(credited, dict):
-            self._quarantine(policy, steps[policy], epoch, credited)
+        if self._credits.get(policy) is crediting:
+            del self._credits[policy]
+        credited = crediting.task.result()
+        if isinstance(credited, Uncreditable):
+            self._quarantine(policy, steps[policy], epoch, credited.reasons)
             self._notify()
             return {"state": "wait"}
-        return {"state": "run", "policy": policy, "rows": credited.rows, "totals": credited.totals, "dropped": dropped}
+        return {
+            "state": "run",
+            "policy": policy,
+            "rows": credited.rows,
+            "totals": credited.totals,
+            "dropped": crediting.dropped,
+        }
 
-    async def _credited(
-        self, policy: str, step: int, assigned: Assigned
-    ) -> tuple[CreditedBatch | dict[str, str], int] | None:
-        """See `Batches.try_credit`; made once, however often the batch is asked for meanwhile. And how many groups were
-        dropped for it. None: it takes longer than an answer may."""
+    def _credit_of(self, policy: str, step: int, assigned: Assigned) -> _Crediting:
+        """The credit of that batch, begun where it is not under way."""
         group_ids = [group.group_id for group in assigned.groups]
-        if policy not in self._credits or self._credits[policy][0] != group_ids:
+        if policy not in self._credits or self._credits[policy].group_ids != group_ids:
             task = asyncio.create_task(self._credit(policy, step, assigned.groups))
-            self._credits[policy] = group_ids, assigned.dropped, task
-        _, dropped, task = self._credits[policy]
-        await asyncio.wait({task}, timeout=_CREDIT_HELD_S)  # leaves the task alone where who asked hangs up
-        if not task.done():
-            return None
-        if policy in self._credits and self._credits[policy][2] is task:
-            del self._credits[policy]
-        return task.result(), dropped
+            self._credits[policy] = _Crediting(group_ids, assigned.dropped, task)
+        return self._credits[policy]
 
-    async def _credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch | dict[str, str]:
+    async def _credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch | Uncreditable:
         async with self._crediting:
             return await asyncio.to_thread(self._flow.batches.try_credit, policy, step, groups)
 
