@@ -106,7 +106,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The turns of one agent in one episode. `outcome` holds the named numbers that rewards read, `success` among them.
+    """The turns of one agent in one episode, or in one part of it where a workflow gives an agent several (attempts,
+    helpers). `outcome` holds the named numbers that rewards read, `success` among them.
 
     `policy` is the one that spoke for the agent. `shown` is as that of a turn, with the view that the last one led to.
     """

@@ -324,9 +324,11 @@ def rewardflow(
     """A = A_episode + w A_step, A_step from the values of the states of the merged graph. After arXiv 2603.18859.
 
     A turn s -> s' earns d = r + gamma V(s') - V(s), V the policy's own value of a state (`state_values`), over the
-    deviation of d within the group. In every state the mean of d is zero, and a turn that changes nothing and is not
-    its episode's last earns -(1 - gamma) V(s), never more than zero. `flowjax.published.credit` has the published form,
-    in which V is the best that any sibling reached; `docs/credit/rewardflow.md` says why not here.
+    deviation of d within the group. In every state the mean of d is zero. With `rewards="score"` a turn that changes
+    nothing and is not its episode's last earns -(1 - gamma) V(s), never more than zero; with `rewards="reward"` it
+    earns r - (1 - gamma) V(s), more than zero where what lies ahead costs more than to stand still.
+    `flowjax.published.credit` has the published form, in which V is the best that any sibling reached;
+    `docs/credit/rewardflow.md` says why not here.
 
     Args:
         table: the turns.

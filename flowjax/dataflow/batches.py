@@ -79,7 +79,7 @@ def credit_batch(
     totals = {
         "groups": len(groups),
         "groups_without_signal": sum(group.group_id not in with_signal for group in groups),
-        "episodes": len(trajectories),
+        "episodes": len(trajectories),  # each part of an episode is one here, where an agent has several
         "turns": len(turns),
         "invalid_turns": sum(not turn.valid for turn in turns),
         "sampled_tokens": sum(len(turn.sampled_ids) for turn in turns),
