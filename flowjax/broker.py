@@ -173,20 +173,23 @@ async def until_answered(attempt: Callable[[], Awaitable[Answer]], *, where: str
     Raises:
         DataflowError: there was none for longer, or this process is short of something that asking takes.
     """
-    heard_s, pause_s = time.monotonic(), _FIRST_RETRY_S
+    silent_s, pause_s = 0.0, _FIRST_RETRY_S
     while True:
+        asked_s = time.monotonic()
         try:
             return await attempt()
         except Busy:  # an answer: it is there, and only has no room
-            heard_s = time.monotonic()
+            silent_s = 0.0
         except Unanswered as error:
-            silent_s = time.monotonic() - heard_s
+            # Beyond what an attempt may take this process was stopped, as by Ctrl-Z or with its machine.
+            silent_s += min(time.monotonic() - asked_s, _ANSWER_TIMEOUT_S)
             if (lacking := explain(error)) and silent_s > _LACKING_S:
                 raise DataflowError(f"{where} cannot be asked: {lacking}") from error
             if silent_s > away_s:
                 problem = f"{where} has not answered for {silent_s:.0f} s ({error})"
                 raise DataflowError(f"{problem}: see logs/dataflow.log") from error
         await asyncio.sleep(pause_s)
+        silent_s += pause_s
         pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
 

@@ -190,17 +190,17 @@ async def until_done(run: Run, console: Console) -> None:
         RoleFailed: its dataflow has been away for longer than two leases last.
     """
     url, patience_s = run.config.dataflow.url, 2 * run.config.dataflow.lease_s
-    heard_s = said_s = time.monotonic()
+    said_s, silent_s = time.monotonic(), 0.0
     timeout = aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S + run.presence_s)
     headers = {**bearer(known_token(run.folder)), **of_run(known_run_id(run.folder))}
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
         while True:
-            problem, finished = "", False
+            problem, finished, asked_s = "", False, time.monotonic()
             try:
                 asked, here = {"hold_s": str(run.presence_s)}, read_endpoints(run.folder)["dataflow"]
                 async with session.get(f"{here}/finished", params=asked, raise_for_status=True) as answer:
                     finished = (await answer.json())["finished"]
-                heard_s = time.monotonic()
+                silent_s = 0.0
             except aiohttp.ClientResponseError as error:
                 problem = _REASONS.get(error.status, f"HTTP {error.status}")
             except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
@@ -209,7 +209,12 @@ async def until_done(run: Run, console: Console) -> None:
                 with contextlib.suppress(OSError):  # its output fails, not the run
                     console.print(f"played here: {_playing(run)}", highlight=False, soft_wrap=True)
                 return
-            if time.monotonic() - heard_s > patience_s:
+            if problem:
+                # This process may have been stopped meanwhile, as by Ctrl-Z or with its machine. That is no silence of
+                # the run: a question counts for no longer than it may take, and one alone is never enough.
+                took_s = time.monotonic() - asked_s
+                silent_s += min(took_s, _ANSWER_WITHIN_S + run.presence_s, patience_s / 2) + _LOOK_EVERY_S
+            if silent_s > patience_s:
                 reason = f"the run at {url} has not answered for {patience_s:.0f} s ({problem})"
                 raise RoleFailed("mirror", 1, run.folder / "logs" / "mirror.log", reason)
             if time.monotonic() - said_s > _SAY_EVERY_S:

@@ -157,6 +157,31 @@ def test_a_node_ends_when_its_run_has_been_away_for_two_leases(config, tmp_path)
         asyncio.run(join.until_done(run, Console()))
 
 
+def test_a_node_that_was_stopped_for_two_leases_is_still_of_its_run(config, tmp_path, monkeypatch):
+    """It took its own sleep, as with Ctrl-Z or a machine that is paused, for silence of the run."""
+    clock_s = 0.0
+    monkeypatch.setattr(join, "time", Mock(monotonic=lambda: clock_s))
+    monkeypatch.setattr(join, "_LOOK_EVERY_S", 0.01)
+
+    async def finished(request):
+        nonlocal clock_s
+        if clock_s:
+            return web.json_response({"finished": True})
+        clock_s += 3600.0
+        return web.json_response({}, status=500)
+
+    async def scenario():
+        app = web.Application()
+        app.router.add_get("/finished", finished)
+        async with TestServer(app) as server:
+            url = str(server.make_url("")).rstrip("/")
+            config.dataflow.update({"url": url, "lease_s": 1.0})
+            write_endpoints(tmp_path, {"dataflow": url})
+            await join.until_done(resolve(config, tmp_path), Console())
+
+    asyncio.run(scenario())
+
+
 def test_a_folder_of_another_run_is_not_used_for_this_one(config, tmp_path, monkeypatch):
     class Origin:
         async def ask(self, path):

@@ -6,13 +6,14 @@ import errno
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rollout_run import RolloutRun, until
 
 import flowjax.broker
-from flowjax.broker import Answer, Broker, DataflowError, connect, until_answered
+from flowjax.broker import Answer, Broker, DataflowError, Unanswered, connect, until_answered
 from flowjax.dataflow.service import NAMES, DataflowService
 from flowjax.records import WireError, pack, unpack
 from flowjax.trainer.sources import DataflowSource
@@ -108,3 +109,18 @@ def test_who_cannot_connect_at_all_says_so_soon(monkeypatch):
                 await broker.call("lease", {}, away_s=300.0)
 
     asyncio.run(scenario())
+
+
+def test_a_worker_that_was_stopped_asks_again(monkeypatch):
+    """It took its own sleep, as with Ctrl-Z or a machine that is paused, for silence of the dataflow."""
+    clock_s = 0.0
+    monkeypatch.setattr(flowjax.broker, "time", SimpleNamespace(monotonic=lambda: clock_s))
+
+    async def attempt() -> Answer:
+        nonlocal clock_s
+        if clock_s:
+            return {}
+        clock_s += 3600.0
+        raise Unanswered("TimeoutError")
+
+    assert asyncio.run(until_answered(attempt, where="the dataflow", away_s=120.0)) == {}
