@@ -1,11 +1,12 @@
 """Files that are replaced in one step, so that who reads one sees all of it or what was there before, also after a
-crash; folders likewise; and files that one process holds."""
+crash; folders likewise; files that one process holds; and which machine it is that has them."""
 
 import contextlib
 import errno
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -142,3 +143,16 @@ def replace_file(path: Path, text: str | bytes | Iterable[bytes], *, mode: int =
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def boot_id() -> str:
+    """The machine's start that its monotonic clock counts from; where it has no name, this very moment."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return secrets.token_hex(8)
+
+
+def place(folder: Path) -> str:
+    """Text that tells a folder and this start of its machine from copies of both, as with a machine that is cloned."""
+    return f"{socket.gethostname()} {boot_id()} {folder.resolve()}"

@@ -56,6 +56,7 @@ from typing import Any, Literal
 
 import zstandard
 
+from flowjax.files import boot_id
 from flowjax.records import (
     COUNTED_STATUSES,
     Episode,
@@ -196,14 +197,6 @@ CREATE TABLE IF NOT EXISTS counts (  -- of what came to nothing, since the start
 ) WITHOUT ROWID;
 """
 _TABLES = "SELECT COUNT(*) FROM sqlite_master WHERE type = 'table'"
-
-
-def boot_id() -> str:
-    """The machine's start that its monotonic clock counts from; where it has no name, this very moment."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return secrets.token_hex(8)
 
 
 class StepError(ValueError):

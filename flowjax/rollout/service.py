@@ -19,6 +19,7 @@ from typing import Any
 from flowjax.broker import DataflowClient, DataflowError
 from flowjax.config import task_options
 from flowjax.envs import find_world
+from flowjax.files import place
 from flowjax.monitor.metrics import write_status
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, pack
 from flowjax.rollout.client import EngineError, VersionAway
@@ -138,34 +139,26 @@ class Rates:
 
 
 def read_leases(path: Path) -> list[str]:
-    """Leases that were held when the status file was last written: after a crash, those of the service that died."""
+    """Leases that a service here held when it last wrote its status: after a crash, those of one that died. None of a
+    copied file, whose service may well play on."""
     try:
-        return [str(lease_id) for lease_id in json.loads(path.read_text())["leases"]]
+        status = json.loads(path.read_text())
+        return [str(lease_id) for lease_id in status["leases"]] if status["place"] == place(path.parent) else []
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
 class RolloutService:
-    """Plays until it is asked to stop.
+    """Plays until it is asked to stop. Its `status-rollout.json` goes to the run's folder."""
 
-    Its `status-rollout.json` goes to the run's folder.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        *,
-        bases: Sequence[ServedBase],
-        dataflow: DataflowClient,
-        player: EpisodePlayer,
-    ):
+    def __init__(self, run: Run, *, bases: Sequence[ServedBase], dataflow: DataflowClient, player: EpisodePlayer):
         config = run.config
         self._policies, self._most_slots = list(run.policies), config.rollout.max_concurrent_episodes
         self._slot_control = SlotControl(floor=config.rollout.min_concurrent_episodes, ceiling=self._most_slots)
         self._playable = {"worlds": [_world_name(run)], "policies": self._policies, "kinds": ["train", "eval"]}
         self._message_bytes = min(_MESSAGE_BYTES, config.dataflow.max_message_bytes // 2)
         self._renew_every_s, self._presence_s = config.dataflow.lease_s / 3, run.presence_s
-        self._run_dir = run.folder
+        self._run_dir, self._place = run.folder, place(run.folder)
         # By a service that was killed: nobody plays them now.
         self._previous_leases = read_leases(run.folder / "status-rollout.json")
         self._bases, self._dataflow, self._player = bases, dataflow, player
@@ -393,6 +386,7 @@ class RolloutService:
             "bases": {base.name: base.status() for base in self._bases},
             "worker": self._dataflow.worker,
             "metrics_url": self.metrics_url,
+            "place": self._place,
             "leases": [*self._previous_leases, *self._playing, *self._unsent],
             "unsent": len(self._unsent),
             "serving_version": min(serving.values(), default=None),

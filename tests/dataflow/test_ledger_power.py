@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from flowjax.dataflow.ledger import Ledger, boot_id
+from flowjax.dataflow.ledger import Ledger
+from flowjax.files import boot_id
 from tests.dataflow.histories import Disk
 from tests.dataflow.test_ledger import Clock, add, first, play_all, played
 

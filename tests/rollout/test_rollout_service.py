@@ -16,11 +16,14 @@ from aiohttp.test_utils import TestServer
 from fake_engine import EOS
 from rollout_run import RolloutRun, Servers, until
 
+import flowjax.files
 from flowjax.broker import DataflowClient, DataflowError, connect
 from flowjax.config import ConfigError
 from flowjax.dataflow.leases import Groups
 from flowjax.dataflow.server import Server
+from flowjax.files import place
 from flowjax.models.nano import SPECIAL_TOKENS
+from flowjax.monitor.metrics import write_status
 from flowjax.records import Episode, Lease, Trajectory, Turn, pack
 from flowjax.rollout import __main__ as rollout_main
 from flowjax.rollout import service as rollout_service
@@ -625,7 +628,7 @@ def test_what_a_killed_service_was_playing_is_known_until_it_is_given_back(tmp_p
         async with run.servers() as servers:
             servers.flow.report_serving("agent", 0)
             held = [lease.lease_id for lease in flows.lease(servers.flow, "killed", 8)]
-            (run.folder / "status-rollout.json").write_text(json.dumps({"leases": held}))
+            write_status(run.folder, "rollout", {"place": place(run.folder), "leases": held})
             monkeypatch.setattr(Servers, "dataflow_url", NOBODY["dataflow"])  # away while the next comes and goes
             async with run.serving(servers):
                 await until(lambda: "in_flight" in run.status())
@@ -633,6 +636,17 @@ def test_what_a_killed_service_was_playing_is_known_until_it_is_given_back(tmp_p
             assert run.status()["leases"] == held
 
     asyncio.run(scenario())
+
+
+def test_a_cloned_node_gives_nothing_back_that_the_first_one_plays(tmp_path, monkeypatch):
+    """With the folder its status file was cloned: the first node lost all that it was playing."""
+    path = tmp_path / "status-rollout.json"
+    write_status(tmp_path, "rollout", {"place": place(tmp_path), "leases": ["lease"]})
+    assert rollout_service.read_leases(path) == ["lease"]
+    clone = shutil.copytree(tmp_path, tmp_path / "clone")
+    assert rollout_service.read_leases(clone / path.name) == []
+    monkeypatch.setattr(flowjax.files, "boot_id", lambda: "of another machine")
+    assert rollout_service.read_leases(path) == []
 
 
 def _children_of(pid: int) -> list[str]:
