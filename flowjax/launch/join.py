@@ -259,8 +259,13 @@ def _become_trainer(run_dir: Path) -> NoReturn:
 
 
 async def _under_way(run_dir: Path, console: Console) -> Run | None:
-    """The run of a folder once its dataflow answers, by when config and base models are there; None after its end."""
+    """The run of a folder once its dataflow answers, by when config and base models are there; None after its end.
+
+    A copy of a run's folder names the dataflow of the original, whose batches are not for it. Paths and inodes need not
+    be the same on all hosts, so they cannot tell the two apart; but only in its own folder does a dataflow write.
+    """
     said_s, only_there = -_SAY_WAITING_EVERY_S, False
+    written_s = read_status(run_dir, "dataflow").get("time_s")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S)) as session:
         while True:
             try:  # all anew each time: the launch may still have to make or to replace these files
@@ -269,7 +274,12 @@ async def _under_way(run_dir: Path, console: Console) -> Run | None:
                 headers = {**bearer(known_token(run_dir)), **of_run(known_run_id(run_dir))}
                 async with session.get(f"{url}/finished", headers=headers, raise_for_status=True) as answer:
                     finished = (await answer.json())["finished"]
+                if finished or read_status(run_dir, "dataflow").get("time_s") not in (None, written_s):
                     break
+                problem = (
+                    f"{url} answers, but has not written status-dataflow.json here, as it does every second: if it "
+                    "never does, this is a copy of its folder that is not launched yet, or the disk is full"
+                )
             except aiohttp.ClientResponseError as error:
                 problem = f"{error.request_info.real_url}: {_REASONS.get(error.status, f'HTTP {error.status}')}"
             except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:

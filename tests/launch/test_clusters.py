@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from light_run import ROOT, LightRun, environment
 from ml_collections import ConfigDict
 from rich.console import Console
@@ -32,7 +35,7 @@ from flowjax.launch.preflight import Findings, device_lines
 from flowjax.launch.probe import inspect_run
 from flowjax.launch.roles import check_reached
 from flowjax.launch.supervisor import USER_MISTAKE
-from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.metrics import read_metrics, write_status
 from flowjax.monitor.token import VARIABLE
 from flowjax.run import write_endpoints
 from flowjax.weights.publish import committed_steps
@@ -508,6 +511,34 @@ def test_a_process_that_waits_at_its_own_address_says_where_to_look(tmp_path, ad
         asyncio.run(join._under_way(tmp_path, console))
     ((said,), _) = console.print.call_args
     assert said.startswith(f"waiting for the run in {tmp_path} (") and ("see config.dataflow.host" in said) == named
+
+
+def test_a_trainer_in_a_copied_folder_waits_for_the_launch_of_the_copy(config, tmp_path):
+    """It took over the policies of the original, whose dataflow the copy names."""
+    run_dir = tmp_path / "run"
+    save_run(config, run_dir)
+    written = 0
+
+    async def finished(request: web.Request) -> web.Response:
+        nonlocal written
+        written += 1  # a status is written between any two looks
+        write_status(run_dir, "dataflow", {"written": written})
+        return web.json_response({"finished": False})
+
+    async def scenario() -> None:
+        app = web.Application()
+        app.router.add_get("/finished", finished)
+        async with TestServer(app) as server:
+            write_endpoints(run_dir, {"dataflow": str(server.make_url("")).rstrip("/")})
+            assert await join._under_way(run_dir, Mock()) is not None
+            copy = shutil.copytree(run_dir, tmp_path / "copy")
+            console = Mock(print=Mock(side_effect=InterruptedError))
+            with pytest.raises(InterruptedError):
+                await join._under_way(copy, console)
+            ((said,), _) = console.print.call_args
+            assert "has not written status-dataflow.json here" in said and "a copy of its folder" in said
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
