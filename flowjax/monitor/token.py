@@ -67,22 +67,39 @@ def known_token(run_dir: Path) -> str:
 
 
 def make_run_id(run_dir: Path) -> str:
-    """The id of a run; made at the first call. Another run may begin at the address of one that has ended."""
-    if not known_run_id(run_dir):
-        keep_run_id(run_dir, secrets.token_hex(8))
+    """The id of a run; made at the first call. Another run may begin at the address of one that has ended.
+
+    A folder that was copied is another run's from the next launch on: the original may go on, and a relay would share
+    its nodes out between the two. A copy has another inode and another path. One of them alone may change of a run
+    that is the same: the path where its folder is moved, or another host mounts it elsewhere; the inode where it is
+    restored, or where a file system makes inodes up, as FUSE may. So a copy under its old path, on another machine,
+    keeps the id.
+    """
+    known, *before = _run_id_lines(run_dir) or [""]
+    copied = bool(before) and not set(before) & set(_marks(run_dir))
+    keep_run_id(run_dir, secrets.token_hex(8) if copied or not known else known)
     return known_run_id(run_dir)
 
 
 def keep_run_id(run_dir: Path, run_id: str) -> None:
     """Write down which run the folder is of."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    replace_file(run_dir / _RUN_ID, run_id + "\n")
+    replace_file(run_dir / _RUN_ID, "\n".join([run_id, *_marks(run_dir)]) + "\n")
 
 
 def known_run_id(run_dir: Path) -> str:
     """The id of the run that the folder is of, "" where nobody has written it yet."""
+    return next(iter(_run_id_lines(run_dir)), "")
+
+
+def _run_id_lines(run_dir: Path) -> list[str]:
+    """The id, and the marks of the folder that it was written for."""
     path = run_dir / _RUN_ID
-    return path.read_text().strip() if path.exists() else ""
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _marks(run_dir: Path) -> list[str]:
+    return [f"inode {run_dir.stat().st_ino}", f"path {run_dir.resolve()}"]
 
 
 def of_run(run_id: str) -> dict[str, str]:

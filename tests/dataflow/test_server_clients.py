@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import shutil
 import time
 import urllib.error
 import urllib.request
@@ -22,7 +23,7 @@ from flowjax.dataflow.server import serve
 from flowjax.launch import join
 from flowjax.launch.machine import free_port
 from flowjax.launch.roles import publish_endpoints
-from flowjax.monitor.token import bearer, invite, known_token, make_run_id, send_away
+from flowjax.monitor.token import bearer, invite, known_run_id, known_token, make_run_id, send_away
 from flowjax.records import Lease, pack
 from flowjax.run import resolve, write_endpoints
 from flowjax.trainer.sources import DataflowSource
@@ -239,6 +240,22 @@ def test_an_evaluation_gets_past_those_that_wait_for_the_trainer(tmp_path, monke
             assert set(await asyncio.gather(*ahead)) == {200, 429}, "there is room for those that were still held"
 
     asyncio.run(scenario())
+
+
+def test_a_copy_of_a_run_has_an_id_of_its_own_and_a_moved_run_keeps_its_id(tmp_path):
+    """Behind one relay the two shared the original's nodes."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    run_id = make_run_id(run)
+    shutil.copytree(run, copy)
+    assert known_run_id(copy) == run_id, "the original's, until the copy is launched"
+    assert (copied := make_run_id(copy)) != run_id
+    assert make_run_id(copy) == copied and make_run_id(run) == run_id
+    run.rename(tmp_path / "moved")
+    assert make_run_id(tmp_path / "moved") == run_id
+    shutil.copytree(tmp_path / "moved", tmp_path / "restored")
+    shutil.rmtree(tmp_path / "moved")
+    (tmp_path / "restored").rename(tmp_path / "moved")
+    assert make_run_id(tmp_path / "moved") == run_id, "restored to where it was"
 
 
 def test_the_next_run_at_an_address_refuses_what_is_meant_for_the_one_before(tmp_path):
