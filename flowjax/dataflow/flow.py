@@ -69,7 +69,7 @@ class Flow:
         self.algorithms = Chain(build_algorithms(config), self.ledger.states())
         metrics = MetricsWriter(run.folder)
         self.workers = RolloutWorkers(max_staleness=config.dataflow.max_staleness, clock=clock)
-        self.groups = Groups(self.ledger, self.algorithms, self.policies)
+        self.groups = Groups(self.ledger, self.algorithms, self.policies, clock)
         self.batches = Batches(self.ledger, self.algorithms, self.policies, metrics, run.folder, clock)
         self.evaluations = Evaluations(run, self.ledger, metrics, held_out_tasks, self.policies, clock)
         self.leases = Leases(

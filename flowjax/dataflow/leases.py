@@ -2,6 +2,7 @@
 those that were played the data algorithms keep for the trainers."""
 
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ KINDS: frozenset[Kind] = frozenset({"train", "eval"})
 MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
 _LEAST_KEPT = 0.1  # share of groups that is planned with at least: no more than ten are opened for one that is missing
 _SPREAD = 1.0  # standard deviations by which fewer groups may be kept than expected without a second round
+_STALL_S = 3.0  # without a look at the leases, which is each second: more than a busy machine's delay
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +224,16 @@ class Groups:
     for the others than it can use.
     """
 
-    def __init__(self, ledger: Ledger, algorithms: Chain, policies: Mapping[str, PolicyStatus]):
-        self._ledger, self._algorithms, self._policies = ledger, algorithms, policies
+    def __init__(
+        self,
+        ledger: Ledger,
+        algorithms: Chain,
+        policies: Mapping[str, PolicyStatus],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._ledger, self._algorithms, self._policies, self._clock = ledger, algorithms, policies, clock
+        self._hearing_s = clock()  # until when renewals are known to have been taken
+        self._renewal_failed = False  # the newest one, as on a full disk
 
     def accept_all(self, played: Sequence[Played], *, worker: str = "") -> list[bool]:
         """Take in episodes, all of them or none; `worker` is who sends them. Returns for each whether it is taken in,
@@ -237,9 +247,26 @@ class Groups:
         """Let others play these episodes; one that was given back with an error has used up an attempt."""
         self._completed(self._ledger.give_back(lease_ids, error, count_attempt=bool(error)))
 
+    def renew(self, lease_ids: Sequence[str]) -> list[str]:
+        """Put the deadlines off; returns the leases that are no longer held."""
+        self.make_up_time()
+        self._renewal_failed = True
+        lost = self._ledger.renew(lease_ids)
+        self._renewal_failed = False
+        return lost
+
     def expire(self) -> None:
         """Take back the leases that no worker has renewed in time."""
+        self.make_up_time()
         self._completed(self._ledger.expire())
+
+    def make_up_time(self) -> None:
+        """Put all deadlines off by the time in which no renewal could be taken, because this process stood still or
+        its disk was full: that is no worker's silence. To be called each second, else the pause is taken for that."""
+        now_s = self._clock()
+        if self._renewal_failed or now_s - self._hearing_s > _STALL_S:
+            self._ledger.put_off(now_s - self._hearing_s)  # fails, too, while nothing can be written
+        self._hearing_s, self._renewal_failed = now_s, False
 
     def _completed(self, group_ids: Sequence[str]) -> None:
         if group_ids:

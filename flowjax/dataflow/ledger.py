@@ -542,6 +542,12 @@ class Ledger:
                     lost.append(lease_id)
         return lost
 
+    def put_off(self, seconds: float) -> None:
+        """Put the deadlines of all leases off."""
+        with Transaction(self._db):
+            # Who dies before this takes the time for the workers' silence, as that of a restart is.
+            self._db.execute("UPDATE episodes SET deadline_s = deadline_s + ? WHERE state = 'leased'", (seconds,))
+
     # ------------------------------------------------------- episode: leased -> waiting again, quarantined or cancelled
 
     def give_back(self, lease_ids: Iterable[str], error: str, *, count_attempt: bool) -> list[str]:

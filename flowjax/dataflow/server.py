@@ -19,6 +19,7 @@ import contextlib
 import json
 import logging
 import math
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -433,15 +434,14 @@ async def serve(flow: Flow, run_dir: Path, *, dataflow: ConfigDict, port: int, s
         while not stop.is_set():
             if runner.server is not None:
                 server.close_silent(runner.server.connections)
-            if server.failure is not None:
-                broken = is_damage(server.failure)
-                raise damaged(run_dir / "dataflow.sqlite", str(server.failure)) if broken else server.failure
+            if (failure := server.failure) is not None:
+                raise damaged(run_dir / "dataflow.sqlite", str(failure)) if is_damage(failure) else failure
+            with contextlib.suppress(OSError, sqlite3.Error):  # that a message meets, too, and is answered with
+                flow.groups.make_up_time()
             with contextlib.suppress(OSError):  # on a full disk messages are asked to wait; who asks is not sent away
                 write_status(run_dir, "dataflow", server.status())
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), timeout=1.0)
-            except TimeoutError:
-                continue
         if flow.finished and server.is_watched:  # a node that does not hear of the end waits for two leases' time
             await asyncio.sleep(_WATCHED_S)
     finally:

@@ -131,7 +131,7 @@ class DataflowService:
             case "lease":
                 return self._prompting(message, await self._lease(message, hold_s))
             case "renew":
-                return self._prompting(message, {"lost": self._flow.ledger.renew(lease_ids_of(message))})
+                return self._prompting(message, {"lost": self._flow.groups.renew(lease_ids_of(message))})
             case "episodes":
                 return self._prompting(message, await self._episodes(message, hold_s))
             case "give_back":
