@@ -164,6 +164,7 @@ class Evaluations:
             finally:
                 given_up.set()  # a thread goes on when nobody waits for it any more
             # Without a pause, so that nobody finds half of it; who dies before the second of them writes both again.
+            # Files and line are on the disk by then: after a power cut the ledger's word for them is true.
             self._metrics.write("eval", **self._about(name), **line)
             self._ledger.close_evaluation(name)
             del self._unwritten[name]
@@ -284,7 +285,7 @@ def keep_evaluation(
             for task, episode in (played[index] for index in range(0, len(played), every))
             for part in episode.trajectories
         )
-        write_lines(held_out_path(run_dir, name), lines)
+        write_lines(held_out_path(run_dir, name), lines, durable=True)
     episodes = [_held_out_episode(task, episode, rewards) for task, episode in counted]
     write_held_out(run_dir, name, episodes)
     return KeptEvaluation(episodes, counted, rewards)

@@ -56,14 +56,15 @@ def held_out_path(run_dir: Path, evaluation: str) -> Path:
     return run_dir / "held_out" / f"{evaluation}.turns.gz"
 
 
-def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write maps as a file of compressed JSON lines, all or none of it; one line at a time is in memory.
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool = False) -> None:
+    """Write maps as a file of compressed JSON lines, all or none of it; one line at a time is in memory. A `durable`
+    file survives a power cut.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, _compressed(lines), durable=False)
+    replace_file(path, _compressed(lines), durable=durable)
 
 
 def _compressed(lines: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:

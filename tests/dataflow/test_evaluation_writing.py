@@ -173,3 +173,27 @@ def test_its_episodes_are_read_one_at_a_time(tmp_path):
     assert peak_bytes < 0.7 * config.eval.tasks * 8 * tokens, "less than their ids and log-probs"
     assert [(line["tasks"], line["episodes"]) for line in eval_lines(tmp_path)] == [(100, 100)]
     flow.close()
+
+
+def test_files_and_line_are_on_the_disk_before_the_ledger_says_so(tmp_path, monkeypatch):
+    """A power cut left a ledger with an evaluation that is over, and nothing of it: the run could never end."""
+    flow, fsync = make_flow(tmp_path), os.fsync
+    close, flushed, unflushed = flow.ledger.close_evaluation, {}, []
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        flushed[status.st_ino] = status.st_size
+
+    def close_evaluation(name: str) -> None:
+        files = [tmp_path / "metrics.jsonl", *(tmp_path / "held_out").iterdir()]
+        assert len(files) == 3
+        unflushed.extend(file.name for file in files if flushed.get(file.stat().st_ino) != file.stat().st_size)
+        close(name)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(flow.ledger, "close_evaluation", close_evaluation)
+    flow.report_serving("agent", 0)
+    for lease in flows.lease(flow, "w", 1000, "eval"):
+        flows.accept(flow, lease.lease_id, played(lease, version=0))
+    assert len(eval_lines(tmp_path)) == 1 and not unflushed

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -39,6 +40,20 @@ def test_torn_last_line_is_left_out_and_does_not_swallow_the_next(tmp_path):
     assert [e["step"] for e in read_metrics(tmp_path)] == [1]
     writer.write("train", step=2)
     assert [e["step"] for e in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_lines_that_nobody_writes_again_are_on_the_disk(tmp_path, monkeypatch):
+    """A checkpoint and the ledger outlive a power cut, and say that these are there."""
+    writer, fsync, kinds = MetricsWriter(tmp_path), os.fsync, []
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        kinds.append(read_metrics(tmp_path)[-1]["kind"])
+
+    monkeypatch.setattr(os, "fsync", flush)
+    for kind in ("batch", "train", "run", "eval"):
+        writer.write(kind, step=1)
+    assert kinds == ["train", "eval"]
 
 
 def test_resuming_drops_later_steps_only(tmp_path):
