@@ -17,7 +17,7 @@ from flowjax.broker import Superseded
 from flowjax.credit.estimators import credit_parts, estimate
 from flowjax.credit.table import ROUNDING, build_table
 from flowjax.dataflow.algorithms import AlgorithmError, Candidate, Chain, Result
-from flowjax.dataflow.ledger import Ledger, PolicyGroup, Selection
+from flowjax.dataflow.ledger import Ledger, PolicyGroup, Selection, most_opened, note_opened
 from flowjax.dataflow.policies import PolicyStatus
 from flowjax.monitor.metrics import MetricsWriter, read_metrics
 from flowjax.monitor.transcripts import Credit, batch_path, transcript, write_lines
@@ -255,13 +255,14 @@ class Batches:
     def _log(self, policy: str, step: int, groups: Sequence[Group]) -> None:
         """Write down what a batch is made of, and what has come to nothing so far."""
         self.trained_ages[policy] = _token_ages(groups, step)
-        counts = self._ledger.counts()
+        counts, tasks = self._ledger.counts(), self._ledger.count_groups()  # how far the order is: see `_behind_lost`
+        note_opened(self._policies[policy].checkpoints, tasks)
         self._metrics.write(
             "batch",
             step=step + 1,
             policy=policy,
             groups=len(groups),
-            tasks=self._ledger.count_groups(),  # how far the order of tasks is: see `_behind_lost`
+            tasks=tasks,
             episodes=sum(len(group.trajectories) for group in groups),
             ages=self.trained_ages[policy],
             sources=dict(Counter(group.task.source for group in groups if group.task.source)),
@@ -373,8 +374,9 @@ class Batches:
     def _behind_lost(self, lost: Mapping[str, int]) -> int:
         """A position in the order of tasks behind every task that these many lost batches may hold.
 
-        That is behind the last task that the log or the ledger knows of, and behind as many more as may have been
-        opened after it: the lost batches, the one in the making, and `max_staleness` ahead.
+        That is behind the last task that the log, the ledger or the note beside the checkpoints knows of, and behind as
+        many more as may have been opened after it where there is no such note and none was dropped: the lost batches,
+        the one in the making, and `max_staleness` ahead.
         """
         known = max(
             (line.get("tasks", 0) for line in read_metrics(self._run_dir) if line["kind"] == "batch"), default=0
@@ -383,7 +385,7 @@ class Batches:
         most = max(
             (n + one.run.config.dataflow.max_staleness) * one.settings.trainer.groups_per_step for one, n in states
         )
-        return max(known, self._ledger.count_groups()) + most
+        return max(known, self._ledger.count_groups(), most_opened(self._run_dir)) + most
 
     def fence(self, policies: Collection[str], epoch: int) -> None:
         """Let only the trainer that claimed these policies last go on.

@@ -56,7 +56,7 @@ from typing import Any, Literal
 
 import zstandard
 
-from flowjax.files import boot_id
+from flowjax.files import boot_id, replace_file
 from flowjax.records import (
     COUNTED_STATUSES,
     Episode,
@@ -196,6 +196,7 @@ CREATE TABLE IF NOT EXISTS counts (  -- of what came to nothing, since the start
     PRIMARY KEY (name, policy)
 ) WITHOUT ROWID;
 """
+_OPENED_FILE = "tasks"  # beside a policy's checkpoints: how many groups had been opened when its newest batch was made
 _TABLES = "SELECT COUNT(*) FROM sqlite_master WHERE type = 'table'"
 
 
@@ -240,17 +241,34 @@ def damaged(path: Path | str, found: str) -> LedgerError:
     )
 
 
+def note_opened(checkpoints: Path, groups: int) -> None:
+    """Note beside a policy's checkpoints how many groups have been opened: before a batch is served, so that whatever
+    a checkpoint has consumed is among them, also where the ledger is lost and the log with it."""
+    if checkpoints.is_dir():
+        replace_file(checkpoints / _OPENED_FILE, str(groups))
+
+
+def most_opened(run_dir: Path) -> int:
+    """The most groups that are noted beside the checkpoints of any policy of a run, 0 where that is nowhere."""
+    noted = 0
+    for file in run_dir.glob(f"checkpoints/*/{_OPENED_FILE}"):
+        with contextlib.suppress(OSError, ValueError):
+            noted = max(noted, int(file.read_text()))
+    return noted
+
+
 def start_anew(path: Path, *, least_position: int) -> int:
     """Set a ledger aside as `<name>.aside-<n>` and make a new one, whose tasks begin after those of the old one.
 
     Args:
-        path: of the ledger; it may be damaged.
-        least_position: where tasks begin at least: how far they had come by the other signs that there are.
+        path: of the ledger, in the run's folder; it may be damaged.
+        least_position: where tasks begin at least: how far they had come by the other signs that there are. What is
+            noted beside the checkpoints counts, too.
 
     Returns:
         The position of the first task: no group that may have been trained on comes again.
     """
-    position = least_position
+    position = max(least_position, most_opened(path.parent))
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as old:
         position = max(position, old.execute("SELECT COALESCE(MAX(position) + 1, 0) FROM groups").fetchone()[0])
     aside = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.aside-{n}").exists())

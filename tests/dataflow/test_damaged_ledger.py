@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import sqlite3
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from flowjax.broker import Busy
 from flowjax.dataflow import service as service_module
 from flowjax.dataflow.ledger import Ledger, LedgerError, is_damage, start_anew
 from flowjax.dataflow.service import DataflowService
+from flowjax.monitor.metrics import METRICS_FILE
 from tests.dataflow import flows
-from tests.dataflow.test_flow import make_flow, play, train_leases
+from tests.dataflow.test_flow import configuration, make_flow, play, train_leases
 
 
 def overwrite(path: Path, start: int, size: int) -> None:
@@ -163,3 +165,54 @@ def test_a_second_one_leaves_the_first_aside_alone(tmp_path):
     assert start_anew(path, least_position=3) == 3
     assert start_anew(path, least_position=0) == 3, "what the new one has counted on from"
     assert (tmp_path / "dataflow.sqlite.aside-1").exists() and (tmp_path / "dataflow.sqlite.aside-2").exists()
+
+
+@pytest.mark.parametrize("kept", ["older copies", "checkpoints alone"])
+def test_no_group_is_trained_on_twice_where_the_ledger_and_the_log_are_lost_and_many_groups_were_dropped(
+    tmp_path, kept
+):
+    """The order of tasks went on as if each group that was opened had been trained on: it came to the same ones."""
+    config = configuration(max_staleness=1, keep_trajectories=False, algorithms={"dynamic_sampling": {}})
+    config.trainer.update({"steps": 60, "groups_per_step": 3})
+    config.eval.tasks = 0
+    checkpoints, trained = tmp_path / "checkpoints" / "agent", Counter[str]()
+
+    def success(lease) -> float:
+        """One group in six has rewards that differ."""
+        position, member = int(lease.group_id.split("-")[1]), int(lease.episode_id.split("/")[1])
+        return float(member % 2) if position % 6 == 0 else 0.0
+
+    def train(flow, steps: range) -> None:
+        for step in steps:
+            flow.report_serving("agent", step)
+            while (taken := flows.take(flow, "agent", step)) is None:
+                play(flow, train_leases(flow, 64), version=step, success=success)
+            trained.update(group.group_id for group in taken.groups)
+            (checkpoints / str(step + 1)).mkdir()
+            flow.batches.commit("agent", step + 1)
+
+    (checkpoints / "0").mkdir(parents=True)
+    flow = make_flow(tmp_path, config)
+    flow.batches.claim("first", {"agent": 0}, 0)
+    train(flow, range(4))
+    copies = {"dataflow.sqlite": flow.ledger._db.serialize(), METRICS_FILE: (tmp_path / METRICS_FILE).read_bytes()}
+    train(flow, range(4, 8))
+    opened = flow.ledger.count_groups()
+    flow.close()
+    for path in [*tmp_path.glob("dataflow.sqlite*"), tmp_path / METRICS_FILE]:
+        path.unlink()
+    if kept == "older copies":
+        for name, content in copies.items():
+            (tmp_path / name).write_bytes(content)
+    flow = make_flow(tmp_path, config)
+    flow.batches.claim("second", {"agent": 8}, flow.ledger.epoch("agent"))
+    assert flow.ledger.count_groups() >= opened > 100
+    train(flow, range(8, 16))
+    assert len(trained) == 16 * 3, trained.most_common(3)
+
+
+def test_a_new_ledger_goes_on_behind_what_is_noted_beside_the_checkpoints(tmp_path):
+    for policy, noted in (("one", "40"), ("two", "70"), ("cut by a power cut", "")):
+        (tmp_path / "checkpoints" / policy).mkdir(parents=True)
+        (tmp_path / "checkpoints" / policy / "tasks").write_text(noted)
+    assert start_anew(tmp_path / "dataflow.sqlite", least_position=3) == 70
