@@ -56,7 +56,8 @@ def check_template_options(template: Any, options: Mapping[str, Any]) -> None:
         listed = ", ".join(sorted(known)) or "none"
         raise CodecError(
             f"config.model.template_options.{unread[0]} is set, but the model's chat template does not read it"
-            f"{nearest(unread[0], known)}: leave it out; it reads {listed}"
+            f"{nearest(unread[0], known)}: leave it out, or all of a recipe's by "
+            f"--config.model.template_options={{}}; it reads {listed}"
         )
 
 

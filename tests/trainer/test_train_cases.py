@@ -1,5 +1,6 @@
 """What a step does in less usual cases: all weights, no checkpoint, nothing to train, an optimiser on the host."""
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -292,6 +293,9 @@ def test_the_line_tells_speed_and_padding(tmp_path: Path):
     assert line["flops_per_s"] > line["tokens_per_s"] and line["host_peak_bytes"] > 1e8
     assert "flops_utilisation" not in line, "no peak is known for a CPU"
     assert {"wait_s", "pack_s", "save_s", "step_s", "compile_count"} <= line.keys()
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    fields_of_page = set(re.findall(r"`([^`]+)`", page))
+    assert {name for name in line if not name.startswith("reward/")} <= fields_of_page, "the page says what each is"
     first = next(line for line in read_metrics(tmp_path) if line["kind"] == "train")
     assert line["compile_count"] == first["compile_count"], "the second step needs no program of its own"
 
