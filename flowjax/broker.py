@@ -181,8 +181,9 @@ async def until_answered(attempt: Callable[[], Awaitable[Answer]], *, where: str
         except Busy:  # an answer: it is there, and only has no room
             silent_s = 0.0
         except Unanswered as error:
-            # Beyond what an attempt may take this process was stopped, as by Ctrl-Z or with its machine.
-            silent_s += min(time.monotonic() - asked_s, _ANSWER_TIMEOUT_S)
+            # Beyond what an attempt may take this process was stopped, as by Ctrl-Z or with its machine: one attempt
+            # alone is never enough.
+            silent_s += min(time.monotonic() - asked_s, _ANSWER_TIMEOUT_S, away_s / 2)
             if (lacking := explain(error)) and silent_s > _LACKING_S:
                 raise DataflowError(f"{where} cannot be asked: {lacking}") from error
             if silent_s > away_s:

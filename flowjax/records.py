@@ -125,13 +125,9 @@ class Trajectory:
 
     @property
     def episode_id(self) -> str:
-        """Id of the episode that it is of, or a part of."""
-        return episode_id_of(self.trajectory_id)
-
-
-def episode_id_of(trajectory_id: str) -> str:
-    """Id of a trajectory's episode, <group>/<number>: the trajectory has that, or it with / and more behind it."""
-    return "/".join(trajectory_id.split("/")[:2])
+        """Id of the episode that it is of, or a part of: <group>/<number>, which may have / and more behind it here."""
+        group, number = f"{self.group_id}/", self.trajectory_id.removeprefix(f"{self.group_id}/")
+        return group + number.partition("/")[0] if self.trajectory_id.startswith(group) else self.trajectory_id
 
 
 @dataclass(frozen=True, slots=True, eq=False)

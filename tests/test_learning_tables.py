@@ -283,7 +283,10 @@ def test_tokens_to_the_target_are_paired_by_seed():
     assert said == "2.00 x [1.58, 2.53], fewer in 0 of 3 seeds, p = 0.0062."
     assert learning.times_the_tokens(first, first).endswith("p = 1.")
     assert learning.times_the_tokens(first[:1], twice[:1]) == "0.50 x in one seed."
-    assert learning.times_the_tokens([None, 1.0, 2.0], twice) == "in 1 of 3 seeds one of them never meets it."
+    assert (
+        learning.times_the_tokens([None, 1.0, 2.0], twice)
+        == "in 1 of 3 seeds one of them never meets it, or begins there."
+    )
 
 
 def test_ratios_of_one_way_with_itself_are_found_to_differ_one_time_in_twenty():

@@ -20,7 +20,8 @@ KINDS: frozenset[Kind] = frozenset({"train", "eval"})
 MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
 _LEAST_KEPT = 0.1  # share of groups that is planned with at least: no more than ten are opened for one that is missing
 _SPREAD = 1.0  # standard deviations by which fewer groups may be kept than expected without a second round
-_STALL_S = 3.0  # without a look at the leases, which is each second: more than a busy machine's delay
+_LOOK_S = 1.0  # from one look at the leases to the next
+_STALL_S = 3.0  # without a look: more than a busy machine's delay
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,9 @@ class Groups:
         its disk was full: that is no worker's silence. To be called each second, else the pause is taken for that."""
         now_s = self._clock()
         if self._renewal_failed or now_s - self._hearing_s > _STALL_S:
-            self._ledger.put_off(now_s - self._hearing_s)  # fails, too, while nothing can be written
+            # Not by the second that looks are apart: else no lease would end where each look is late.
+            late_s = max(now_s - self._hearing_s - _LOOK_S, 0.0)
+            self._ledger.put_off(late_s)  # fails, too, while nothing can be written
         self._hearing_s, self._renewal_failed = now_s, False
 
     def _completed(self, group_ids: Sequence[str]) -> None:

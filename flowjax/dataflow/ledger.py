@@ -65,7 +65,6 @@ from flowjax.records import (
     Leased,
     Task,
     Trajectory,
-    episode_id_of,
     pack,
     unpack,
 )
@@ -284,17 +283,15 @@ def start_anew(path: Path, *, least_position: int) -> int:
 
 def _opened(path: Path | str) -> sqlite3.Connection:
     if str(path) != ":memory:":
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.fchmod(
-                descriptor, 0o600
-            )  # it holds the key of the leases: nobody else's to read, an older run's neither
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:  # it holds the key of the leases: nobody else's to read, an older run's neither
+                os.fchmod(descriptor, 0o600)
+            finally:
+                os.close(descriptor)
         except PermissionError as error:
-            raise LedgerError(
-                f"{path} belongs to another user: chown it to this one, or copy the run folder"
-            ) from error
-        finally:
-            os.close(descriptor)
+            reason = "belongs to another user: chown it to this one, or copy the run folder"
+            raise LedgerError(f"{path} {reason}") from error
     db = sqlite3.connect(path, isolation_level=None)
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA journal_mode=WAL")
@@ -401,17 +398,15 @@ class Ledger:
         return Transaction(self._db)
 
     def _set_clock(self, boot: str) -> None:
-        """Give every lease a whole term where the clock is not the one that its deadline was made by.
-
-        How long the machine was off cannot be known: who still plays gets time to renew, who has died is noticed after
-        one term. The same where a deadline lies further ahead than any can, whatever the reason.
-        """
+        """Give every lease a whole term: for how long nobody took renewals is not known here, and who still plays gets
+        time to renew. Who has died is noticed after one term. Other deadlines get one where the clock is another than
+        they were made by, or where one lies further ahead than any can, whatever the reason."""
         with Transaction(self._db):
             before = self._db.execute("SELECT key FROM keys WHERE name = 'boot'").fetchone()
             term = {"until": self._clock() + self._lease_s, "anew": not before or before["key"] != boot.encode()}
             self._db.execute(
                 "UPDATE episodes SET deadline_s = :until"
-                " WHERE deadline_s > :until OR (deadline_s IS NOT NULL AND :anew)",
+                " WHERE state = 'leased' OR deadline_s > :until OR (deadline_s IS NOT NULL AND :anew)",
                 term,
             )
             self._db.execute("INSERT OR REPLACE INTO keys VALUES ('boot', ?)", (boot.encode(),))
@@ -563,7 +558,7 @@ class Ledger:
     def put_off(self, seconds: float) -> None:
         """Put the deadlines of all leases off."""
         with Transaction(self._db):
-            # Who dies before this takes the time for the workers' silence, as that of a restart is.
+            # Who dies before this gives all leases a whole term with the restart.
             self._db.execute("UPDATE episodes SET deadline_s = deadline_s + ? WHERE state = 'leased'", (seconds,))
 
     # ------------------------------------------------------- episode: leased -> waiting again, quarantined or cancelled
@@ -1047,7 +1042,8 @@ class Ledger:
 
     def workers_of(self, trajectory_ids: Iterable[str]) -> dict[str, str]:
         """The worker that played the episode of each trajectory, of those that are known."""
-        episodes = {name: episode_id_of(name) for name in trajectory_ids}
+        # A trajectory has its episode's id, <group>/<number>, or that with / and more behind it.
+        episodes = {name: "/".join(name.split("/")[:2]) for name in trajectory_ids}
         rows = self._db.execute(
             "SELECT episode_id, worker FROM episodes WHERE episode_id IN (SELECT value FROM json_each(?))",
             (json.dumps(list(episodes.values())),),

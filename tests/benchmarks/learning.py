@@ -93,10 +93,10 @@ def compared(name: str, runs: Sequence[Path], first: str, others: Sequence[Path]
 
 def times_the_tokens(met: Sequence[float | None], others: Sequence[float | None]) -> str:
     """How many times as many tokens a way takes to the target as another one, from those of both by seed, None where a
-    seed never meets it. The mean of the ratios' logarithms over seeds, with Student's 95 % interval."""
-    both = [(a, b) for a, b in zip(met, others, strict=True) if a is not None and b is not None]
+    seed never meets it or begins there. The mean of the ratios' logarithms over seeds, with Student's 95 % interval."""
+    both = [(a, b) for a, b in zip(met, others, strict=True) if a and b]
     if len(both) < len(met):
-        return f"in {len(met) - len(both)} of {len(met)} seeds one of them never meets it."
+        return f"in {len(met) - len(both)} of {len(met)} seeds one of them never meets it, or begins there."
     if len(both) < 2:
         return f"{both[0][0] / both[0][1]:.2f} x in one seed."
     logs = np.log([a / b for a, b in both])

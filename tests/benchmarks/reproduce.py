@@ -215,7 +215,8 @@ def printed(command: tuple[str, ...], out: Path, kept: str = "") -> tuple[str | 
     """What a command prints, None where it failed, and the folder in which that and `run.json` lie. One that failed is
     tried again by the next start, not for another table of this one. `kept`: a file in this repository of what its runs
     came to."""
-    folder = out / f"{command[2].rpartition('.')[2]}-{blake2b(shlex.join(command).encode(), digest_size=4).hexdigest()}"
+    key = shlex.join(command).encode() + ((ROOT / kept).read_bytes() if kept else b"")
+    folder = out / f"{command[2].rpartition('.')[2]}-{blake2b(key, digest_size=4).hexdigest()}"
     text = folder / "printed.txt"
     if not text.exists():
         folder.mkdir(parents=True, exist_ok=True)

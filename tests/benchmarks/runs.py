@@ -81,7 +81,8 @@ def evaluated(run: Path, *, how: str, base: bool, tasks: int) -> Path:
 
 def newest_version(run: Path) -> int:
     """The newest version of any policy, 0 before there is one."""
-    return max((int(step.name) for step in (run / "checkpoints").glob("*/[0-9]*")), default=0)
+    steps = (step.name for step in (run / "checkpoints").glob("*/*"))
+    return max((int(name) for name in steps if name.isdecimal()), default=0)
 
 
 def success(evaluation: Path) -> Mapping[str, Any]:

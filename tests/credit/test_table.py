@@ -74,6 +74,13 @@ def test_parts_of_an_episode_are_trajectories_of_their_own():
     np.testing.assert_array_equal(columns["score"][:7], [1, 1, 0.5, 0.5, 0, 0, 0])
 
 
+@pytest.mark.parametrize("name", ["g", "sokoban/7", ""])
+def test_episodes_are_told_apart_whatever_a_group_is_called(name):
+    plays = (replace(trajectory(turn(1, 2), name=f"{name}/{number:03d}"), group_id=name) for number in range(4))
+    columns = columns_of(build_table([group(*plays, name=name)], np.zeros(4)))
+    np.testing.assert_array_equal(columns["episode"][:4], [0, 1, 2, 3])
+
+
 def test_failed_episodes_do_not_count_and_may_be_empty():
     lost = trajectory(turn(1, 2), name="b", status="env_error")
     gone = trajectory(name="c", status="cancelled")

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import errno
+import os
 import sqlite3
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,11 +40,17 @@ def test_a_damaged_ledger_is_named_with_the_remedy(tmp_path, where):
         make_flow(tmp_path)
 
 
-def test_a_ledger_of_another_user_is_named(tmp_path, monkeypatch):
-    def refuse(descriptor: int, mode: int) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
+@pytest.mark.parametrize("refused", ["open", "fchmod"])
+def test_a_ledger_of_another_user_is_named(tmp_path, monkeypatch, refused):
+    """One that this user may not open, or one that all may write and only its owner changes."""
 
-    monkeypatch.setattr("os.fchmod", refuse)
+    def refuse(what: object, *arguments: object) -> int:
+        if refused == "fchmod" or "dataflow.sqlite" in str(what):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return opened(what, *arguments)
+
+    opened: Any = os.open
+    monkeypatch.setattr(f"os.{refused}", refuse)
     with pytest.raises(LedgerError, match=r"dataflow.sqlite belongs to another user: chown it"):
         make_flow(tmp_path)
 
