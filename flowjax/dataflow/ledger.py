@@ -37,7 +37,7 @@ before they are answered, so that whatever a checkpoint has consumed is known to
 is played again.
 
 Times are of the machine's monotonic clock, which no setting of its date moves. It goes on over a restart of the process
-and begins anew with the machine (`boot`): leases from before then get a whole term again.
+and begins anew with the machine (`boot`). Leases get a whole term again with every start.
 """
 
 import contextlib
