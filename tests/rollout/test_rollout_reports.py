@@ -401,6 +401,13 @@ def test_what_a_dead_worker_was_playing_goes_to_one_that_waits(tmp_path, monkeyp
 
     async def scenario() -> None:
         dataflow, clock = Dataflow(tmp_path, lease_s=12.0, max_staleness=0), asyncio.get_running_loop().time
+
+        async def look() -> None:  # as the server does, whoever says anything
+            while True:
+                dataflow.flow.groups.make_up_time()
+                await asyncio.sleep(1.0)
+
+        looks = asyncio.create_task(look())
         await say(dataflow, "dies")
         leases = (await dataflow.service.answer("lease", {"worker": "dies", "slots": 100}))["leases"]
         died_s = clock()
@@ -410,6 +417,7 @@ def test_what_a_dead_worker_was_playing_goes_to_one_that_waits(tmp_path, monkeyp
         given = (await waits)["leases"]
         assert {lease.episode_id for lease in given} == {lease.episode_id for lease in leases}
         assert 12.0 <= clock() - died_s <= 14.0, "within a second or so of the lease's end"
+        looks.cancel()
 
     run(monkeypatch, scenario)
 
