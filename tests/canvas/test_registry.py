@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import itertools
 import json
 import sys
 import textwrap
@@ -245,8 +246,9 @@ def test_the_documented_table_is_that_of_the_operators():
 
 
 def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    section = DOCS.read_text().partition("## Adding one\n")[2].partition("Name it where")[0]
-    (tmp_path / "shorten.py").write_text(textwrap.dedent(section))
+    section = DOCS.read_text().partition("## Adding one\n")[2].lstrip("\n").splitlines()
+    example = itertools.takewhile(lambda line: not line or line.startswith("    "), section)
+    (tmp_path / "shorten.py").write_text(textwrap.dedent("\n".join(example)))
     monkeypatch.syspath_prepend(tmp_path)
     own = load_operators(["shorten:Shorten"], entry_points=False)["Shorten"]
     assert use(own, "2+3?", {"answer": "it is five"}, "five")[0] == {"answer": "five"}
