@@ -275,6 +275,14 @@ def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
     assert (
         learning.picture({name: [curve(run) for run in found] for name, found in runs.items()}).count("<polyline") == 2
     )
+    assert lines[1][3].split() == lines[1][2].split()[:1]  # a base for all of them
+    for seed, run in enumerate(runs["rewardflow"]):
+        config = load_run(run)
+        config.model.path = f"models/{seed}"
+        save_run(config, run)
+    base, first = learning.table("estimator", runs, tasks=200).splitlines()[2:4]
+    assert len(base.split("|")[3].split()) == 3  # each seed's own
+    assert first == text.splitlines()[3]
 
 
 def test_tokens_to_the_target_are_paired_by_seed():

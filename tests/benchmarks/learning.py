@@ -14,6 +14,7 @@ import numpy as np
 from scipy import stats
 
 from flowjax.compare import conclusion, read_scores, shared_tasks
+from flowjax.config import load_run
 from flowjax.monitor.held_out import evaluation_of, oldest_first
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.statistics import difference, task_interval
@@ -164,12 +165,13 @@ def write_comparison(target: Path, way: str, runs: Mapping[str, Sequence[Path]],
 
 def table(way: str, runs: Mapping[str, Sequence[Path]], tasks: int) -> str:
     """The runs of each way, one for each seed, in a table whose first column is headed `way`, and what may be said of
-    them. The base is played through the first run."""
+    them. Each base is played through the first way's run of a seed that began with it."""
     first, *rest = runs
     curves = {name: [curve(run) for run in found] for name, found in runs.items()}
     start, end = (float(np.mean([each.success[place] for each in curves[first]])) for place in (0, -1))
     target = start + SHARE * (end - start)
-    base = [cells([base_evaluation(runs[first][0], how, tasks)]) for how in HOW]
+    bases = {load_run(run).model.path: run for run in reversed(runs[first])}
+    base = [cells([base_evaluation(run, how, tasks) for run in bases.values()]) for how in HOW]
     rows = [f"| (base) | {' | '.join(base)} | | | | | |"]
     rows += [row(name, found, target, tasks) for name, found in runs.items()]
     met = {
