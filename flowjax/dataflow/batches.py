@@ -212,7 +212,7 @@ class Batches:
             return None
         dropped = self._ledger.count_dropped(policy) - dropped_before
         groups = [self._ledger.group(group_id, policy) for group_id in group_ids]
-        newest = step == self._ledger.batches(policy) - 1  # a late copy may ask for one of before
+        newest = step == self._ledger.batches_made(policy) - 1  # a late copy may ask for one of before
         if newest and self._logged.get(policy) != step:
             self._log(policy, step, groups)
         return Assigned(groups, dropped)
@@ -275,7 +275,7 @@ class Batches:
         self._logged[policy] = step
 
     def _newest_ages(self, policy: str) -> dict[str, int]:
-        step = self._ledger.batches(policy) - 1
+        step = self._ledger.batches_made(policy) - 1
         groups = [self._ledger.group(group_id, policy) for group_id in self._ledger.batch(policy, step)]
         return _token_ages(groups, step)
 
@@ -358,12 +358,12 @@ class Batches:
 
     def claim(self, trainer: str, versions: Mapping[str, int], after: int) -> tuple[bool, int]:
         """Make `trainer` the one of these policies, from these versions on: see `Ledger.claim`."""
-        lost = {policy: version - self._ledger.batches(policy) for policy, version in versions.items()}
+        lost = {policy: version - self._ledger.batches_made(policy) for policy, version in versions.items()}
         position = self._behind_lost(lost) if max(lost.values()) > 0 else 0
         epochs = {self._ledger.epoch(policy) for policy in versions}
         claimed, epoch = self._ledger.claim(trainer, versions, after, position=position)
         # The ledger's word, also where it is lower: a trainer that went back has lost what it had committed since.
-        for policy, committed in self._ledger.commits().items():
+        for policy, committed in self._ledger.committed_versions().items():
             if policy in self._policies:
                 self._policies[policy].committed = committed
         if claimed and epoch not in epochs:  # a copy of a claim that was good before changes nothing

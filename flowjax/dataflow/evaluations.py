@@ -192,7 +192,7 @@ class Evaluations:
         it takes minutes."""
         components = {policy: of.settings.reward.components.to_dict() for policy, of in self._policies.items()}
         with contextlib.closing(EpisodeReader(self._ledger.path)) as reader:
-            played = _Played(reader, reader.evaluated(name), given_up)
+            played = _EpisodesOnDisk(reader, reader.evaluated(name), given_up)
             keep = functools.partial(
                 keep_evaluation, self._run_dir, name, played, transcripts=self._config.eval.transcripts
             )
@@ -229,7 +229,7 @@ class Evaluations:
         }
 
 
-class _Played(Sequence[tuple[Task, Episode]]):
+class _EpisodesOnDisk(Sequence[tuple[Task, Episode]]):
     """Episodes of an evaluation with their tasks, each read when it is asked for: all of them may not fit in memory."""
 
     def __init__(self, reader: EpisodeReader, names: Sequence[tuple[str, str]], given_up: threading.Event):

@@ -49,7 +49,7 @@ class Flow:
             min_group_size=min(config.dataflow.min_group_size, config.rollout.group_size),
             clock=clock,
         )
-        committed, gone_back = self.ledger.commits(), self.ledger.gone_back()
+        committed, gone_back = self.ledger.committed_versions(), self.ledger.gone_back()
         self.policies = {
             name: PolicyStatus(
                 run,
@@ -84,11 +84,11 @@ class Flow:
 
     def newest_version(self, policy: str) -> int:
         """The newest version that there can be of a policy."""
-        return self.policies[policy].newest_version(self.ledger.batches(policy))
+        return self.policies[policy].newest_version(self.ledger.batches_made(policy))
 
     def report_serving(self, policy: str, version: int) -> int:
         """Note what the engines serve. Returns the policy's oldest version that must stay loaded."""
-        self.policies[policy].serves(version, self.ledger.batches(policy))
+        self.policies[policy].serves(version, self.ledger.batches_made(policy))
         self.evaluations.open()
         return self.oldest_needed(policy)
 
@@ -157,7 +157,7 @@ class Flow:
         return {name: {**worker, "playing": playing.get(name, 0)} for name, worker in known.items()}
 
     def _policy_status(self, policy: PolicyStatus) -> dict[str, Any]:
-        name, step = policy.name, self.ledger.batches(policy.name)
+        name, step = policy.name, self.ledger.batches_made(policy.name)
         by_state = self.ledger.count_by_state(name)
         ages = Counter(max(step - group.oldest_version, 0) for group in self.ledger.groups(name, "ready"))
         return {

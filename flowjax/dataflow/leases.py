@@ -158,7 +158,7 @@ class Leases:
     def _admits(self, policy: PolicyStatus, version: int) -> bool:
         """True if another group that is played with that version will be trained on before it is too old."""
         trainer, dataflow = policy.settings.trainer, self._config.dataflow
-        made = self._ledger.batches(policy.name)
+        made = self._ledger.batches_made(policy.name)
         # A group opened now may be in batches up to version + max_staleness. Batches count from 0: that many plus one,
         # less those that are made, are still to be filled.
         ahead = min(version + dataflow.max_staleness + 1, trainer.steps) - made
@@ -173,7 +173,7 @@ class Leases:
     def _can_wait(self, admitting: Sequence[PolicyStatus], learning: Sequence[PolicyStatus]) -> bool:
         """True where all policies are within a batch of each other, and those that have room have a whole batch, with
         what will be opened for all at the others' turn."""
-        made = {policy.name: self._ledger.batches(policy.name) for policy in learning}
+        made = {policy.name: self._ledger.batches_made(policy.name) for policy in learning}
         if max(made.values()) - min(made.values()) > 1:
             return False
         share = self._algorithms.fresh_share
@@ -215,7 +215,7 @@ class Leases:
 
 # --------------------------------------------------------------------------------------------------------------- groups
 
-Played = tuple[str, Episode]  # an episode, after the id of the lease that it was played under
+LeasedEpisode = tuple[str, Episode]  # an episode, after the id of the lease that it was played under
 
 
 class Groups:
@@ -236,7 +236,7 @@ class Groups:
         self._hearing_s = clock()  # until when renewals are known to have been taken
         self._renewal_failed = False  # the newest one, as on a full disk
 
-    def accept_all(self, played: Sequence[Played], *, worker: str = "") -> list[bool]:
+    def accept_all(self, played: Sequence[LeasedEpisode], *, worker: str = "") -> list[bool]:
         """Take in episodes, all of them or none; `worker` is who sends them. Returns for each whether it is taken in,
         if only as a failure: no duplicate is, and none of another run."""
         with self._ledger.transaction():
@@ -316,7 +316,7 @@ class Groups:
             for policy in learning
         )
 
-    def by_kind(self, played: Sequence[Played]) -> tuple[list[Played], list[Played]]:
+    def by_kind(self, played: Sequence[LeasedEpisode]) -> tuple[list[LeasedEpisode], list[LeasedEpisode]]:
         """Episodes of evaluations, and of training."""
         kinds = [self._ledger.kind_of(episode.episode_id) for _, episode in played]
         evaluation = [item for item, kind in zip(played, kinds, strict=True) if kind == "eval"]

@@ -452,7 +452,7 @@ class Ledger:
                     [(policy, group_id, position, (serving or {}).get(policy, 0)) for policy in policies],
                 )
             self._count("forced", n=forced)
-            self._keep(changes)
+            self._write_state(changes)
 
     def pass_over(self, group_id: str, task: Task, *, position: int) -> None:
         """Note that a task is not played: it has its place in the order of tasks, and is counted."""
@@ -718,7 +718,7 @@ class Ledger:
             )
             self._count("dropped/not_kept", policy, not keep)
             self._weigh(policy, kept=keep)
-            self._keep(changes)
+            self._write_state(changes)
 
     def _weigh(self, policy: str, *, kept: bool) -> None:
         """Count one more group in the average share of groups that are kept; it starts from 0 of 0."""
@@ -756,7 +756,7 @@ class Ledger:
         with Transaction(self._db, durable=True):
             if written := self.batch(policy, step):
                 return written
-            if step != (made := self.batches(policy)):
+            if step != (made := self.batches_made(policy)):
                 kept = "is over and forgotten" if step < made else "comes later"
                 raise StepError(
                     f"batch {step} of {policy} {kept}: the next one is {made}; a trainer that goes back claims"
@@ -798,7 +798,7 @@ class Ledger:
                 if trajectory.trajectory_id in reasons
             }
             # To make it anew undoes what came after it, which a checkpoint may have consumed by now.
-            if refused and step != (made := self.batches(policy)) - 1:
+            if refused and step != (made := self.batches_made(policy)) - 1:
                 raise StepError(f"batch {step} of {policy} cannot be refused any more: the newest is {made - 1}")
             workers = self.workers_of(trajectory_id for trajectory_id, _ in refused.values())
             for group_id, (trajectory_id, reason) in refused.items():
@@ -942,7 +942,7 @@ class Ledger:
         # earlier version and ask for batches that are deleted.
         with Transaction(self._db, durable=True):
             self._set_trainer(policy, committed=version)
-            self._keep(changes)
+            self._write_state(changes)
 
     def close_batches(self, policy: str, before_step: int) -> None:
         """Forget the policy's batches below `before_step`: no checkpoint that is kept needs them again."""
@@ -1008,7 +1008,7 @@ class Ledger:
                 (name, policy, int(n), last[:500]),
             )
 
-    def _keep(self, changes: Sequence[StateRow]) -> None:
+    def _write_state(self, changes: Sequence[StateRow]) -> None:
         for name, attribute, key, value in changes:
             if not attribute:  # what is in no table is one row, written anew as a whole
                 self._db.execute("INSERT OR REPLACE INTO states VALUES (?, ?)", (name, value))
@@ -1127,7 +1127,7 @@ class Ledger:
         rows = self._db.execute("SELECT policy, most FROM trainers WHERE most > made")
         return {row["policy"]: row["most"] for row in rows}
 
-    def commits(self) -> dict[str, int]:
+    def committed_versions(self) -> dict[str, int]:
         """Newest committed version of each policy that has a trainer, -1 where there is none."""
         return {row["policy"]: row["committed"] for row in self._db.execute("SELECT policy, committed FROM trainers")}
 
@@ -1140,7 +1140,7 @@ class Ledger:
         latest = "SELECT COALESCE(MAX(position) + 1, 0) FROM groups WHERE kind = 'train'"  # positions have no gaps
         return self._db.execute(latest).fetchone()[0]
 
-    def batches(self, policy: str) -> int:
+    def batches_made(self, policy: str) -> int:
         """Batches that the policy's trainer has been given, those that it has lost again left out."""
         return self._trainer(policy)["made"]
 

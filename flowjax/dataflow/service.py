@@ -30,7 +30,7 @@ from typing import Any
 from flowjax.broker import Answer, Busy, Evicted
 from flowjax.dataflow.batches import Assigned, CreditedBatch, Uncreditable
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.leases import KINDS, Capabilities, Played
+from flowjax.dataflow.leases import KINDS, Capabilities, LeasedEpisode
 from flowjax.dataflow.ledger import StepError, is_damage
 from flowjax.monitor.token import send_away
 from flowjax.monitor.trouble import explain, unwritable
@@ -289,7 +289,7 @@ class DataflowService:
         self._notify()
         return {"accepted": sum(accepted), "duplicate": received - sum(accepted)}
 
-    def _without_lost(self, played: Sequence[Played], worker: str) -> list[Played]:
+    def _without_lost(self, played: Sequence[LeasedEpisode], worker: str) -> list[LeasedEpisode]:
         """Those of the episodes that were played with versions as they are now. The others wait to be played again: a
         worker that was cut off, or whose message was, has not seen that the trainer has gone back."""
         lost = {lease_id for lease_id, episode in played if self._flow.has_lost(episode)}
@@ -303,7 +303,7 @@ class DataflowService:
         if reason := self._flow.workers.why_evicted(worker):
             raise Evicted(f"this worker was sent away from the run ({reason})")
 
-    def _accept(self, played: Sequence[Played], worker: str) -> list[bool]:
+    def _accept(self, played: Sequence[LeasedEpisode], worker: str) -> list[bool]:
         """Take in episodes. Returns for each whether it was taken in, also one that failed."""
         accepted = self._flow.groups.accept_all(played, worker=worker)
         for (lease_id, episode), new in zip(played, accepted, strict=True):

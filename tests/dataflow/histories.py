@@ -185,7 +185,7 @@ class History:
     def _admits(self) -> bool:
         for name, policy in self.policies.items():
             states = self.ledger.count_by_state(name)
-            ahead = min(policy.checkpoints[-1].version + self.staleness + 1, STEPS) - self.ledger.batches(name)
+            ahead = min(policy.checkpoints[-1].version + self.staleness + 1, STEPS) - self.ledger.batches_made(name)
             if sum(states.get(state, 0) for state in ("open", "complete", "ready")) < ahead * GROUPS:
                 return True
         return False
@@ -204,7 +204,7 @@ class History:
         self._filter()
 
     def _on_claim(self, policy: str, trainer: str, version: int, after: int) -> tuple[bool, int]:
-        lost = version - self.ledger.batches(policy)
+        lost = version - self.ledger.batches_made(policy)
         position = max(self.tasks_told, self.ledger.count_groups()) + (lost + self.staleness + 1) * GROUPS
         claimed = self.ledger.claim(trainer, {policy: version}, after, position=position)
         self.disk.note()
@@ -229,7 +229,7 @@ class History:
             return "superseded"
         own = self.policies[policy]
         own.flushed = max(own.flushed, version)
-        if version > self.ledger.commits()[policy]:
+        if version > self.ledger.committed_versions()[policy]:
             self.ledger.commit(policy, version)
             self.disk.note()
             self._may_crash()

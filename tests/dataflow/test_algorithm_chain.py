@@ -235,13 +235,13 @@ def test_a_table_is_not_to_be_replaced():
 def test_what_is_written_for_a_group_does_not_grow_with_the_tasks(tmp_path, name):
     population = Population(tmp_path, {name: {}}, tasks=10_000)
     (algorithm,) = population.flow.algorithms.by_name.values()
-    keep, written = population.flow.ledger._keep, []
+    keep, written = population.flow.ledger._write_state, []
 
     def measured(changes):
         written.append(sum(len(key) + len(value) for _, _, key, value in changes))
         keep(changes)
 
-    population.flow.ledger._keep = measured
+    population.flow.ledger._write_state = measured
     population.step()
     few_known = max(written)
     (table,) = [value for value in algorithm.state().values() if isinstance(value, Table)]

@@ -270,7 +270,7 @@ def test_a_forgotten_batch_is_made_anew_though_a_later_one_replays_a_group_of_it
     ]
     for epoch, left in enumerate(([groups[0], *groups[2:]], groups[2:])):
         assert ledger.claim(f"back {epoch}", {"agent": 0}, epoch) == (True, epoch + 1)
-        assert ledger.batches("agent") == 0
+        assert ledger.batches_made("agent") == 0
         assert ledger.assign("agent", 0, first(len(left))) == left
         assert ledger.assign("agent", 1, lambda ready, used: (groups[2:], {})) == groups[2:]
         ledger.close_batches("agent", 1)
@@ -312,7 +312,7 @@ def test_a_long_run_keeps_what_it_may_go_back_to_and_no_more(ledger, tmp_path, c
     assert ledger.groups("agent", "used")[0].group_id == "train-00000111", "batch 37 may be asked for again"
     ledger.close()
     reopened = Ledger(tmp_path / "ledger.sqlite", lease_s=10.0, max_attempts=2, clock=clock)
-    assert (reopened.count_groups(), reopened.batches("agent"), reopened.count_dropped("agent")) == (120, 40, 40)
+    assert (reopened.count_groups(), reopened.batches_made("agent"), reopened.count_dropped("agent")) == (120, 40, 40)
     assert reopened.count_by_state("agent") == {"used": 3}
     assert reopened.assign("agent", 38, first(1)) == ["train-00000114"]
 

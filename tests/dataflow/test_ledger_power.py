@@ -39,7 +39,7 @@ def test_what_a_trainer_was_told_outlives_a_power_cut(tmp_path):
     ledger.commit("agent", 1)
     disk.note()
     disk.left_behind(ledger, disk.flushed_bytes)
-    assert opened(disk, clock, "three").commits() == {"agent": 1}
+    assert opened(disk, clock, "three").committed_versions() == {"agent": 1}
 
 
 def test_a_checkpoint_ahead_of_an_older_copy_goes_on_and_trains_nothing_twice(tmp_path):
@@ -59,7 +59,7 @@ def test_a_checkpoint_ahead_of_an_older_copy_goes_on_and_trains_nothing_twice(tm
     assert ledger.claim("restarted", {"agent": 2}, 1, position=9) == (True, 2)
     assert ledger.counts("agent") == {"dropped/lost_ledger": 5}
     assert ledger.lease("w", 10, "train") == [], "nobody needs the episodes of group 6"
-    assert ledger.batches("agent") == 2 and ledger.count_groups() == 9
+    assert ledger.batches_made("agent") == 2 and ledger.count_groups() == 9
     for position in range(9, 11):
         add(ledger, position)
     play_all(ledger)

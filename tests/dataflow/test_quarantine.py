@@ -166,7 +166,7 @@ def test_only_the_newest_batch_can_be_refused(tmp_path):
     with pytest.raises(StepError, match=r"batch 0 of agent cannot be refused any more: the newest is 1"):
         flow.batches.quarantine("agent", 0, {f"{groups[0][0]}/000": "why"})
     assert [flow.ledger.batch("agent", step) for step in (0, 1)] == groups
-    assert flow.ledger.groups("agent", "ready") == ready and flow.ledger.batches("agent") == 2
+    assert flow.ledger.groups("agent", "ready") == ready and flow.ledger.batches_made("agent") == 2
     assert flow.batches.quarantine("agent", 0, {"none of its trajectories": "why"}) == []
 
 
