@@ -95,8 +95,9 @@ class Untaught(Countdown):
 @pytest.fixture
 def countdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[World]:
     page = (ROOT / "docs" / "worlds" / "own.md").read_text()
-    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "countdown.py").write_text(code)
+    world, recipe = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "countdown.py").write_text(world)
+    (tmp_path / "countdown_recipe.py").write_text(recipe)
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "unfinished.py").write_text("class Half(")
     monkeypatch.syspath_prepend(tmp_path)
@@ -153,6 +154,15 @@ def test_a_dry_run_takes_the_page_s_nano_command(countdown: type[World], monkeyp
     [command] = re.findall(r"flowjax.launch (--config=\S+:nano .*)", page)
     found = inspect_run(read_request([*command.split(), "--dry_run"]).run, 1, None)
     assert found["problems"] == found["here"] == []
+
+
+def test_a_dry_run_takes_the_page_s_recipe(countdown: type[World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "worlds" / "own.md").read_text()
+    commands = re.findall(r"flowjax.launch (--config=countdown_recipe.py\S*)(?: --dry_run --devices=(\d))?", page)
+    for command, devices in commands:
+        assert inspect_run(read_request([command, "--dry_run"]).run, int(devices or 1), None)["problems"] == []
+    assert len(commands) == 2
 
 
 def test_what_is_held_out_is_not_trained_on_under_any_seed(countdown: type[World]):
