@@ -14,7 +14,7 @@ from link import Link, obstacle
 from flowjax.launch.__main__ import main
 from flowjax.monitor.metrics import read_metrics
 from flowjax.run import read_endpoints
-from tests.integration.whole_run_checks import assert_tasks_ended, assert_trained_once
+from tests.integration.whole_run_checks import assert_documented, assert_tasks_ended, assert_trained_once
 from tests.nats_server import nats_server
 
 STEPS, LEASE_S = 200, 40.0
@@ -75,6 +75,7 @@ def test_a_run_goes_on_with_the_nodes_that_reach_it(tmp_path):
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, STEPS + 1)), "each version once"
     assert_tasks_ended(light.run_dir)
     assert_trained_once(light.run_dir)
+    assert_documented(light.run_dir)
 
 
 @pytest.mark.integration
@@ -134,3 +135,4 @@ def test_a_run_and_nodes_that_reach_nothing_but_a_nats_server(tmp_path, capsys):
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, steps + 1)), "each version once"
     assert_tasks_ended(light.run_dir)
     assert_trained_once(light.run_dir)
+    assert_documented(light.run_dir)

@@ -15,7 +15,7 @@ import pytest
 from flowjax.launch.machine import free_port
 from flowjax.monitor.metrics import read_metrics, read_status
 from flowjax.weights.publish import committed_steps, whole_steps
-from tests.integration.whole_run_checks import assert_trained_once
+from tests.integration.whole_run_checks import assert_documented, assert_trained_once
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 8, 3
@@ -75,6 +75,8 @@ def test_every_version_of_all_weights_reaches_a_node_and_the_one_after_it(tmp_pa
     compared = [line["mismatch_kl"] for line in lines if line["step"] != EVERY + 1 or "mismatch_kl" in line]
     assert all(line["trained_tokens"] > 0 for line in lines) and max(compared) < 1e-9, lines
     assert_trained_once(here / "run")
+    assert_documented(here / "run")
+    assert_documented(there / "node")
     checkpoints = here / "run" / "checkpoints" / "agent"
     assert whole_steps(checkpoints) == [EVERY, 2 * EVERY, STEPS] and committed_steps(checkpoints)[-2] == STEPS - 1
     trainer = (here / "run" / "logs" / "trainer.log").read_text()

@@ -1,8 +1,10 @@
 """What must be true of a run folder in the end, whatever became of the processes that wrote it."""
 
+import re
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,19 @@ def assert_sound(run_dir: Path) -> None:
     assert_trained_once(run_dir)
     assert_evaluated(run_dir)
     assert_checkpoints(run_dir)
+    assert_documented(run_dir)
+
+
+def assert_documented(run_dir: Path) -> None:
+    """Whatever lies in a run's folder is in the table of docs/report.md."""
+    page = (
+        (Path(__file__).parents[2] / "docs" / "report.md").read_text().partition("| file | |")[2].partition("\n\n")[0]
+    )
+    cells = [row.split("|")[1] for row in page.splitlines() if row.startswith("| ")]
+    patterns = [re.sub("<[^>]+>", "*", name.split("/")[0]) for cell in cells for name in re.findall("`([^`]+)`", cell)]
+    found = {path.name.removesuffix("-wal").removesuffix("-shm") for path in run_dir.iterdir()}
+    assert len(patterns) > 20
+    assert not [name for name in found if not any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 def assert_versions_in_order(run_dir: Path) -> None:
