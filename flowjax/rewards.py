@@ -68,7 +68,8 @@ def trajectory_scores(
     failed for reasons outside the policy, which take part in no component.
 
     Raises:
-        RewardError: a component does not exist, or an episode that counts does not report what it needs.
+        RewardError: a component does not exist or gives no finite number, or an episode that counts does not report
+            what it needs.
     """
     parts = _parts(components)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -77,6 +78,7 @@ def trajectory_scores(
     outcomes = _gather_outcomes(kept, sorted({name for part in parts.values() for name in part.outcomes}))
     functions = tuple((name, part.function, tuple(part.outcomes)) for name, part in parts.items())
     values = _values(functions, outcomes, {name: part.options for name, part in parts.items()})
+    _check_finite(values, kept)
     # In float64, and what is left where components cancel is none: estimators take scores for equal that differ by a
     # share of themselves, so that rounding next to 0 would be the difference between a good and a bad trajectory.
     weighted = [part.weight * np.asarray(values[name], np.float64) for name, part in parts.items()]
@@ -124,6 +126,16 @@ def _outcome(trajectory: Trajectory, name: str) -> float:
         f"trajectory {trajectory.trajectory_id!r} reports no outcome {name!r}, only {sorted(trajectory.outcome)}: "
         "let the world report it, or take the component that needs it out of config.reward.components"
     )
+
+
+def _check_finite(values: Mapping[str, Array], trajectories: Sequence[Trajectory]) -> None:
+    for name, value in values.items():
+        for trajectory, number in zip(trajectories, np.asarray(value), strict=True):
+            if not np.isfinite(number):
+                raise RewardError(
+                    f"config.reward.components.{name} gives {number} for trajectory {trajectory.trajectory_id!r}: "
+                    "give a finite number for every outcome, as with jnp.where and a divisor that is never 0"
+                )
 
 
 # Options are traced: policies that differ in them alone share one compiled program.

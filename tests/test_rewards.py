@@ -86,6 +86,23 @@ def test_failed_episodes_change_no_others_score():
     np.testing.assert_array_equal(beside, [0.0, *alone, 0.0])
 
 
+@pytest.mark.parametrize(("name", "given"), [("inverse", "inf"), ("no_number", "nan")])
+def test_a_component_that_gives_no_number_is_named(name: str, given: str):
+    """Taken for 0, with all other components of the trajectory, it would make a failure of a success."""
+    played = groups(trajectory(turn(), success=1.0, boxes=1.0), trajectory(turn(), success=1.0, boxes=0.0))
+    path = f"tests.test_rewards:{name}"
+    with pytest.raises(RewardError, match=f"components.mine gives {given} for trajectory 't0': give a finite number"):
+        trajectory_scores(played, {"success": 1.0, "mine": {"weight": 0.1, "path": path}})
+
+
+def inverse(boxes):
+    return 1 / boxes
+
+
+def no_number(boxes):
+    return boxes * 0 / (boxes * 0)
+
+
 def test_a_component_that_fails_without_a_word_is_named():
     with pytest.raises(RewardError, match=r"components.mine fails when JAX traces it \(AssertionError: \)"):
         check_reward({"mine": {"weight": 1.0, "path": "tests.test_rewards:silent"}}, ["success"], "a world")

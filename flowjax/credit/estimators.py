@@ -77,18 +77,25 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_tried(name: str, options: Mapping[str, Any]) -> None:
-    """Raise CreditError unless the estimator gives a finite number per row of a table of two episodes."""
-    row = np.arange(4)
-    by_row = {"trajectory": row // 2, "step": row % 2, "state": row % 2, "next_state": row % 2 + 1}
-    same = {"group": 0 * row, "reward": row // 3, "score": row // 2, "valid": row >= 0, "terminal": row % 2 == 1}
-    table = table_from_columns(by_row | same)
+    """Raise CreditError unless the estimator gives a finite number per row of a table of three groups: two episodes of
+    which one succeeds, two that score alike, and one alone. Each episode has two turns."""
+    row = np.arange(10)
+    episode, turn = row // 2, row % 2
+    states = {"state": turn + 3 * (episode // 2), "next_state": turn + 1 + 3 * (episode // 2)}
+    table = table_from_columns(
+        {"group": episode // 2, "trajectory": episode, "step": turn, "valid": row >= 0, "terminal": turn == 1}
+        | states
+        | {"reward": ((episode == 1) & (turn == 1)) * 1.0, "score": (episode == 1) * 1.0}
+    )
     try:
         found = np.asarray(estimate(table, name, **options))
         why = "" if found.shape == table.mask.shape else f"gives {found.shape} for a table of {table.mask.shape} rows"
-        if not why and not np.isfinite(found[: len(row)]).all():
-            why = f"gives {found[: len(row)]} for two episodes of two turns"
+        of_groups = () if why else (found[:4], found[4:8], found[8:10])
+        for given, group in zip(of_groups, ("scores 0 and 1", "equal scores", "one episode"), strict=False):
+            if not why and not np.isfinite(given).all():
+                why = f"gives {given} for a group of {group}, of two turns each"
     except Exception as error:  # it may fail in any way
-        why = f"fails on a table of two episodes ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        why = f"fails on a table of five episodes ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if why:
         raise CreditError(
             f"config.credit.name is {name!r}, which {why}: give a function of the table, with keyword-only options, to "

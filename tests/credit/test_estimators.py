@@ -3,11 +3,13 @@
 import itertools
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from credit_tables import Path, paths_table
 
 from flowjax.credit.estimators import ESTIMATORS, CreditError, check_options, estimate, get_estimator
+from flowjax.credit.table import segment_statistics
 
 
 def group_of(*scores: float, turns: int = 1, group: int = 0) -> list[Path]:
@@ -278,9 +280,11 @@ def test_an_estimator_of_ones_own():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("without_a_default", "fails on a table of two episodes .TypeError: .*missing 1 required keyword-only"),
+        ("without_a_default", "fails on a table of five episodes .TypeError: .*missing 1 required keyword-only"),
         ("one_number", ".*: give a function of the table"),
-        ("not_finite", "gives .nan .* for two episodes of two turns"),
+        ("not_finite", "gives .nan .* for a group of scores 0 and 1, of two turns each"),
+        ("by_the_bare_deviation", "gives .nan .* for a group of equal scores, of two turns each"),
+        ("beside_the_others", "gives .nan .* for a group of one episode, of two turns each"),
         ("SEVERAL_STEPS", "is no function or class"),
     ],
 )
@@ -303,6 +307,16 @@ def one_number(table):
 
 def not_finite(table):
     return table.score * float("nan")
+
+
+def by_the_bare_deviation(table):
+    turns, mean, deviation = segment_statistics(table.score, table.group, table.mask * 1.0)
+    return jnp.where(table.mask & (turns > 2), (table.score - mean) / deviation, 0.0)
+
+
+def beside_the_others(table):
+    turns, _, _ = segment_statistics(table.score, table.group, table.mask * 1.0)
+    return jnp.where(table.mask, 0.0 / (turns - 2), 0.0)
 
 
 SEVERAL_STEPS = [Path([0, 1, 0, 5], [0.0, 0.0, 1.0]), Path([0, 6], [1.0])]  # equal scores, and state 0 comes back
