@@ -260,8 +260,11 @@ def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str,
         _play_bases(config)
         played = {"name": BASE_NAME, "model": config.model.path}
         return [_evaluation(config, folder, given["out"], {}, played)]
-    found = []
+    found, speaking = [], set(resolve(config).agents.values())
     for each in checkpoints:
+        if not speaking & set(each):
+            fault = f"config.agents is {config.agents.to_dict()}, with no agent for {' or '.join(each)}"
+            raise ConfigError(f"{fault}, whose checkpoint is to play: give it one, or evaluate the base model (--base)")
         for checkpoint in each.values():
             if has_arrays(checkpoint.parent, int(checkpoint.name)):  # else engines are given what is there as it is
                 read_adapter(checkpoint.parent, int(checkpoint.name))
@@ -711,13 +714,18 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
     """Write `held_out/`, `results.json` and `results.md` of what has been played, and return the results.
 
     Raises:
-        ConfigError: no episode came to its end.
+        ConfigError: no episode came to its end, or none had a turn since all prompts are too long.
     """
     run, episodes = evaluation.run, _file(evaluation).read()
     leases = leases_of(evaluation)
     played = [(lease.task, episodes[lease.episode_id]) for lease in leases if lease.episode_id in episodes]
     if not played:
         raise ConfigError(f"{run.folder}: no episode of this evaluation came to its end, see the lines above")
+    if not any(episode.turns for _, episode in played) and all(episode.status == "truncated" for _, episode in played):
+        raise ConfigError(
+            f"{run.folder}: no model was asked anything, since no first prompt of {len(played)} episodes fits "
+            f"config.rollout.max_prompt_tokens ({played[0][1].error}): raise that, and evaluate again"
+        )
     transcripts = run.config.eval.transcripts
     kept = keep_evaluation(run.folder, evaluation.name, played, rewards_of(run), transcripts=transcripts)
     results = summarise(kept.episodes, no_shares_of(run.folder))

@@ -12,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flowjax.canvas.backends import Prices
 from flowjax.config import ConfigError, save_run
-from flowjax.evaluate import Evaluation, begin, main, read_requests, rewards_of
+from flowjax.evaluate import Evaluation, begin, leases_of, main, read_requests, rewards_of, write_results
 from flowjax.launch.checks import check_config
 from flowjax.launch.command_line import load_recipe
 from flowjax.launch.machine import hold
 from flowjax.monitor.held_out import HeldOutEpisode, markdown, rows, summarise
 from flowjax.monitor.statistics import pass_at_k, task_interval
+from flowjax.records import Episode
+from flowjax.rollout.episode import EpisodeFile
 from flowjax.run import write_models
 from flowjax.weights.publish import Checkpoints
 
@@ -157,6 +160,28 @@ def test_the_base_model_plays_in_place_of_the_checkpoint_and_greedily_if_asked(r
     more = ["--base", "--config.agents={'first': 'solver', 'second': 'verifier'}"]
     config = request(run, "bases", "solver/2", "verifier/1", more=more).run.config
     assert config.agents.to_dict() == {"first": "base", "second": "large"}
+
+
+def test_a_checkpoint_that_speaks_for_no_agent_is_not_evaluated(run):
+    """What the base had played was filed as the checkpoint's."""
+    with pytest.raises(
+        ConfigError, match=r"config.agents is .*, with no agent for solver, whose checkpoint is to play"
+    ):
+        request(run, "one", "solver/2", more=["--config.agents={'agent': 'base'}"])
+
+
+def test_an_evaluation_in_which_no_model_was_asked_has_no_results(run):
+    """Levels whose prompts are too long were 0 % of success."""
+    evaluation = request(run, "one", "solver/2", more=["--config.eval.tasks=3"])
+    begin(evaluation)
+    file = EpisodeFile(evaluation.run.folder / "episodes.msgpack")
+    for lease in leases_of(evaluation):
+        names = lease.episode_id, lease.group_id, lease.task.task_id, lease.seed
+        file.add(Episode(*names, [], {"success": 0.0}, "truncated", "the prompt has 90 tokens"))
+    with pytest.raises(
+        ConfigError, match=r"no first prompt of 3 episodes fits config.rollout.max_prompt_tokens \(the pr"
+    ):
+        write_results(evaluation, Prices())
 
 
 def test_the_base_model_is_rewarded_as_the_policy_whose_place_it_takes(run):
@@ -458,6 +483,8 @@ def test_the_majority_of_a_task_and_the_success_of_each_kind():
         and "| maj@4 | 50.0 % [" in page
         and "| cost in all | 0.25 |" in page
     )
+    cut = summarise([replace(played("x", False), status="truncated"), played("y", True)])
+    assert "; 1 ended at a prompt over config.rollout.max_prompt_tokens" in dict(rows(cut))["held-out success"]
     fewer = {**results, "asked": 9, "played": {"samples": 4}}
     assert dict(rows(fewer))["held-out success"].endswith("; 9 tasks were asked for, and these are all there are")
     assert "all there are" not in markdown({**fewer, "asked": 2})

@@ -144,6 +144,7 @@ def summarise(episodes: Sequence[HeldOutEpisode], no_shares: Collection[str] = N
     return {
         "tasks": len(tasks),
         "episodes": len(episodes),
+        "truncated": sum(episode.status == "truncated" for episode in episodes),
         "metrics": {
             name: _interval(
                 by_task(episodes, name),
@@ -194,6 +195,8 @@ def rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     counts = f"of {results['tasks']} tasks, {results['episodes']} episodes"
     if results.get("unfinished"):
         counts += f" ({results['unfinished']} came to nothing and are left out)"
+    if results.get("truncated"):
+        counts += f"; {results['truncated']} ended at a prompt over config.rollout.max_prompt_tokens"
     asked = results.get("asked", 0) * results.get("played", {}).get("samples", 1)
     if results["episodes"] + results.get("unfinished", 0) < asked:
         counts += f"; {results['asked']} tasks were asked for, and these are all there are"
