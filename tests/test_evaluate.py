@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -160,6 +161,16 @@ def test_the_base_model_plays_in_place_of_the_checkpoint_and_greedily_if_asked(r
     more = ["--base", "--config.agents={'first': 'solver', 'second': 'verifier'}"]
     config = request(run, "bases", "solver/2", "verifier/1", more=more).run.config
     assert config.agents.to_dict() == {"first": "base", "second": "large"}
+
+
+def test_a_program_of_one_s_own_reads_a_checkpoint_as_the_page_says(run):
+    page = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
+    [program] = re.findall(r"```python\n(from pathlib.*?)```", page, re.DOTALL)
+    found: dict[str, dict[str, dict[str, np.ndarray]]] = {}
+    exec(program.replace("runs/sokoban-nano/checkpoints/agent/60", str(run / "checkpoints" / "solver" / "2")), found)
+    adapter = found["adapter"]
+    assert list(adapter) == ["q_proj"] and adapter["q_proj"]["b"].shape == (1, 2, 8)
+    np.testing.assert_array_equal(adapter["q_proj"]["a"], np.ones((1, 8, 2)))
 
 
 def test_a_checkpoint_that_speaks_for_no_agent_is_not_evaluated(run):

@@ -70,7 +70,7 @@ def test_every_command_has_help(command: str):
 
 def test_the_documented_sweep_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "evaluation.md").read_text()
+    page = (ROOT / "docs" / "evaluation.md").read_text().partition("## Sweeps")[2]
     (tmp_path / "sweep.py").write_text(page.split("```python\n")[1].split("```")[0] + f"RUNS = {str(tmp_path)!r}\n")
     sweep = read_sweep(tmp_path / "sweep.py")
     assert len(sweep.runs) == 9 and [sweep.runs[at].config.credit.name for at in (0, 3, 6)] == [*sweep.variants]
