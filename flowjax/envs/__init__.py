@@ -160,9 +160,10 @@ class World(ABC):
     OUTCOMES: ClassVar[tuple[str, ...]] = ("success",)
     COUNTS: ClassVar[tuple[str, ...]] = ()
     """Those of them that are no shares of 1, such as counts and times: equal ones have no interval of a share."""
-    STEPS_WAIT: ClassVar[bool] = False
+    STEPS_WAIT: bool = False
     """True where steps wait for something outside the process, such as a server. Environments of one process then step
-    side by side, in threads, and bound their waiting themselves: no deadline of the pool holds for them."""
+    side by side, in threads, and bound their waiting themselves: no deadline of the pool holds for them. A world whose
+    options decide it sets it in `__init__`."""
     Options: ClassVar[type] = NoOptions
     """A frozen dataclass, `config.env.options`. It may refuse values in `__post_init__` with a WorldError."""
     View: ClassVar[type] = str

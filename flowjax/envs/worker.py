@@ -28,7 +28,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from flowjax.envs import Env, EnvDied, Observation, Step, find_world, view_reader
+from flowjax.envs import Env, EnvDied, Observation, Step, World, find_world, view_reader
 from flowjax.records import Task
 
 LENGTH = struct.Struct("<I")
@@ -115,6 +115,7 @@ class Worker:
         self._limits_ns = {"open": int(start_timeout_s * 1e9)}
         self._step_limit_ns = int(step_timeout_s * 1e9)
         self._envs: dict[int, tuple[str, Env, type]] = {}
+        self._worlds: dict[str, World] = {}
         self._spare: defaultdict[str, list[Env]] = defaultdict(list)
         self._turns: dict[int, threading.Lock] = {}  # of sessions whose world waits: one request at a time
         self._page[BUSY] = IDLE
@@ -156,8 +157,9 @@ class Worker:
     def _open(self, session: int, path: str, options: dict[str, Any]) -> None:
         kind = json.dumps([path, options], sort_keys=True)
         spare = self._spare[kind]
-        world = find_world(path)
-        env = spare.pop() if spare else world(**options).env()
+        if (world := self._worlds.get(kind)) is None:
+            world = self._worlds[kind] = find_world(path)(**options)
+        env = spare.pop() if spare else world.env()
         self._envs[session] = (kind, env, world.View)
         if world.STEPS_WAIT:
             self._turns[session] = threading.Lock()

@@ -46,11 +46,8 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform:
     """
     plan: dict[str, Any] = {"bases": {}}
     here: list[str] = []
-    problems = [
-        text
-        for check in (_world, _data, _workflow, _data_algorithms)
-        for text in _messages(check, run.config, here=here)
-    ]
+    of_config = (_world, _data, _workflow, _data_algorithms)
+    problems = [text for check in of_config for text in _messages(check, run.config, here=here)]
     of_bases = (_taught, _executors, _templates)
     problems += [text for check in (_learning, *of_bases) for text in _messages(check, run, here=here)]
     if run.trains or run.trained_remotely:
@@ -408,9 +405,11 @@ def _first_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
 
     kind, config = find_world(run.config.env.name), run.config
     shipped = all(path.startswith("flowjax.") for path in (config.env.name, config.workflow))
-    if shipped or "rollout" in config.elsewhere or kind.STEPS_WAIT or kind.asked_bases is not World.asked_bases:
+    if shipped or "rollout" in config.elsewhere or kind.asked_bases is not World.asked_bases:
         return  # it is tested, or what it is played with, or asks, is not there yet
     task = task_at((held_out_tasks if config.eval.versions else train_tasks)(config), 0)
+    if kind(**task_options(config, task.source)).STEPS_WAIT:
+        return
 
     async def play() -> str:
         async with asyncio.timeout(limit_s), EnvPool(step_timeout_s=config.env.step_timeout_s) as pool:

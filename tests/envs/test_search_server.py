@@ -414,3 +414,32 @@ def test_a_dead_or_silent_server_costs_the_episode_in_bounded_time(silent: bool)
 def closed_port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_episodes_of_one_process_wait_for_a_server_side_by_side():
+    together = 8
+    meeting = threading.Barrier(together)
+
+    class Meeting(Flaky):
+        """Answers once all are there."""
+
+        def do_POST(self) -> None:
+            meeting.wait(60)
+            super().do_POST()
+
+    async def scenario(address: str) -> list[bool]:
+        options = {**OPTIONS, "retriever": address, "search_timeout_s": 60.0}
+        task = Search(**OPTIONS).tasks("train", 0)[0]
+        assert task is not None
+
+        async def one(pool: EnvPool) -> bool:
+            async with pool.session("flowjax.envs.search:Search", options) as session:
+                await session.reset(task, 0)
+                return (await session.step("search[anything]")).valid
+
+        async with EnvPool(workers=1, step_timeout_s=60) as pool:
+            return await asyncio.gather(*(one(pool) for _ in range(together)))
+
+    with serving(type("Handler", (Meeting,), {"failures": []})) as address:
+        assert asyncio.run(scenario(address)) == [True] * together
+    assert not Search(**OPTIONS).STEPS_WAIT, "the index is in the process, whose hangs the pool ends"

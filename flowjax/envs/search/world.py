@@ -152,6 +152,10 @@ class Search(World):
     Options = SearchOptions
     View = SearchView
 
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.STEPS_WAIT = bool(self.options.servers)
+
     def env(self) -> "SearchEnv":
         return SearchEnv(self.options, self.options.open_retriever())
 
