@@ -363,6 +363,38 @@ def test_passages_without_an_id_are_named_by_their_contents(protocol: str):
         assert retriever.search("x", 3) == [first, second, third]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"result": None},
+        {"result": [["a passage"]]},
+        {"result": [[{"document": "a passage"}]]},
+        {"result": [[{"id": "1"}]]},
+        {"result": [[{"id": "1", "contents": None}]]},
+        {"result": [[{"contents": 5}]]},
+    ],
+)
+def test_an_answer_without_passages_is_named(answer: Mapping[str, Any]):
+    with serving(type("Handler", (Flaky,), {"failures": [], "nothing": answer})) as address:
+        retriever = RemoteRetriever([address], wire="query", timeout_s=60)
+        with pytest.raises(RetrievalError, match=rf"{address}/retrieve answered b.*Error: "):
+            retriever.search("x", 1)
+        with pytest.raises(RetrievalError, match=rf"{address}/access answered b.*Error: "):
+            retriever.access("x")
+
+
+def test_an_answer_nested_too_deep_is_named():
+    class Deep(Flaky):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[" * 100_000)
+
+    with serving(Deep) as address, pytest.raises(RetrievalError, match=r"answered b.*RecursionError"):
+        RemoteRetriever([address], wire="query", timeout_s=60).search("x", 1)
+
+
 class Cut(Flaky):
     """Breaks off its first answer."""
 

@@ -14,15 +14,17 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from flowjax.envs import NotReady, WorldError
-from flowjax.envs.search.corpus import CORPUS, Corpus, Document, document, encyclopedia, pages
+from flowjax.envs.search.corpus import CORPUS, Corpus, Document, encyclopedia, pages
+from flowjax.envs.search.protocol import Wire, read_found, read_page, search_request
 from flowjax.fields import load_named
 from flowjax.files import new_file, new_folder
 from flowjax.records import state_key
@@ -30,6 +32,7 @@ from flowjax.records import state_key
 Scored = list[tuple[int, float]]  # rows and their scores, best first
 Encoder = Callable[[Sequence[str], Literal["query", "passage"]], Float[np.ndarray, "texts width"]]
 Vectors = Callable[[int, int], Float[np.ndarray, "passages width"]]  # of the passages from one row to before another
+Found = TypeVar("Found")
 _WORD = re.compile(r"(?u)\b\w\w+\b")
 _BLOCK = 1024  # passages encoded at once
 MAX_TOKENS = 256  # of a passage that a folder's encoder reads
@@ -285,7 +288,6 @@ class _FolderEncoder:
 
 # Retrievers find an environment's passages: by an index in its process, or by asking a retrieval server.
 
-Wire = Literal["query", "queries", "search"]  # the three request formats, see server.py
 KEY_VARIABLE = "FLOWJAX_SEARCH_KEY"  # environment variable with the X-API-Key of servers that want one
 LOCAL_LIMIT_BYTES = 1 << 30  # of a corpus that is indexed in the environment's own process
 FIRST_PAUSE_S = 0.1  # between attempts, doubled each time
@@ -353,19 +355,12 @@ class RemoteRetriever:
         self._connections: dict[tuple[str, int], http.client.HTTPConnection] = {}
 
     def search(self, query: str, count: int) -> list[Document]:
-        if self._wire == "search":
-            body = {"query": query, "n_docs": count, "backend": "faiss", "nprobe": 128, "min_words": 0}
-            found = self._post("/search", body, _read_passages)
-        else:
-            asked = {"query": query} if self._wire == "query" else {"queries": [query]}
-            found = self._post("/retrieve", {**asked, "topk": count, "return_scores": True}, _read_result)
-        return [_nameless(fields) if fields.get("id") is None else document(fields, -1) for fields in found][:count]
+        return self._post(*search_request(self._wire, query, count), partial(read_found, self._wire))[:count]
 
     def access(self, url: str) -> Document | None:
-        [page] = self._post("/access", {"urls": [url]}, lambda answer: [answer["result"][0]])
-        return None if page is None else document({"url": url, "id": url, **page}, -1)
+        return self._post("/access", {"urls": [url]}, partial(read_page, url))
 
-    def _post(self, path: str, body: Mapping[str, Any], read: Any) -> list[Any]:
+    def _post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Found]) -> Found:
         until = time.monotonic() + self._timeout_s
         pause_s, problem = FIRST_PAUSE_S, "no attempt was made"
         while (left_s := until - time.monotonic()) > 0:
@@ -378,8 +373,9 @@ class RemoteRetriever:
                 if status == 200:
                     try:
                         return read(json.loads(answer))
-                    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-                        raise RetrievalError(f"{_url(server)}{path} answered {answer[:200]!r} ({error})") from error
+                    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+                        why = f"{type(error).__name__}: {error}"
+                        raise RetrievalError(f"{_url(server)}{path} answered {answer[:200]!r} ({why})") from error
                 problem = f"status {status}: {answer[:200].decode(errors='replace')}"
                 if status < 500 and status != 429:
                     raise RetrievalError(f"{_url(server)}{path} refuses the request: {problem}")
@@ -432,19 +428,3 @@ def _address(url: str) -> tuple[str, int]:
 
 def _url(server: tuple[str, int]) -> str:
     return f"http://{server[0]}:{server[1]}"
-
-
-def _read_result(answer: Mapping[str, Any]) -> list[Any]:
-    """The passages of the first query, with scores around them or without."""
-    return [item.get("document", item) for item in answer["result"][0]]
-
-
-def _read_passages(answer: Mapping[str, Any]) -> list[Any]:
-    found = (answer["results"]["passages"] or [[]])[0]  # a list for each query; some give none where nothing is found
-    named = [("id", "passage_id"), ("contents", "text"), ("url", "filename")]
-    return [{ours: fields[theirs] for ours, theirs in named if theirs in fields} for fields in found]
-
-
-def _nameless(fields: Mapping[str, Any]) -> Document:
-    """A passage of a server that gives no ids is named by its contents."""
-    return document({**fields, "id": f"{state_key(fields.get('contents') or fields['text']):016x}"}, -1)

@@ -1,4 +1,5 @@
-"""Actions of the search world: as tags of the two published protocols, and in few words for nano models.
+"""Actions of the search world: as tags of the two published protocols, and in few words for nano models. Then what
+retrieval servers are asked and answer.
 
 An action is `search[<words>]`, `answer[<text>]` or, in ASearcher's protocol with page access, `access[<url>]`. Which
 protocol is spoken shows in the templates among the legal actions.
@@ -9,12 +10,13 @@ marks, and a name never seen before can still be read and copied.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from flowjax.envs.search.corpus import RELATIONS, SYLLABLES, Document, split_name
+from flowjax.envs.search.corpus import RELATIONS, SYLLABLES, Document, document, split_name
 from flowjax.grading.answers import without_thoughts
+from flowjax.records import state_key
 
 ProtocolName = Literal["rewardflow", "asearcher"]
 
@@ -179,3 +181,37 @@ def parse_compact(reply: str, legal: Sequence[str]) -> str | None:
         name = ""
     action = action_of(verb, " ".join(spelled))
     return action if read_action(action, legal) else None
+
+
+# ---------------------------------------------------------------------------------------------------- retrieval servers
+
+Wire = Literal["query", "queries", "search"]  # the three request formats, see server.py
+
+
+def search_request(wire: Wire, query: str, count: int) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request for the `count` best passages."""
+    if wire == "search":
+        return "/search", {"query": query, "n_docs": count, "backend": "faiss", "nprobe": 128, "min_words": 0}
+    asked = {"query": query} if wire == "query" else {"queries": [query]}
+    return "/retrieve", {**asked, "topk": count, "return_scores": True}
+
+
+def read_found(wire: Wire, answer: Any) -> list[Document]:
+    """The passages of an answer; anything else raises what it happens to."""
+    if wire != "search":  # with scores around them or without
+        return [_passage(item.get("document", item)) for item in answer["result"][0]]
+    found = (answer["results"]["passages"] or [[]])[0]  # a list for each query; some give none where nothing is found
+    named = [("id", "passage_id"), ("contents", "text"), ("url", "filename")]
+    return [_passage({ours: fields[theirs] for ours, theirs in named if theirs in fields}) for fields in found]
+
+
+def read_page(url: str, answer: Any) -> Document | None:
+    """The page of an answer, None where there is none; anything else raises what it happens to."""
+    page = answer["result"][0]
+    return None if page is None else document({"url": url, "id": url, **page}, -1)
+
+
+def _passage(fields: Mapping[str, Any]) -> Document:
+    """A passage; of a server that gives no ids it is named by its contents."""
+    found = document(fields, -1)
+    return found if fields.get("id") is not None else replace(found, id=f"{state_key(found.contents):016x}")

@@ -36,7 +36,7 @@ from flowjax.envs.search.corpus import (
     read_questions,
     syllables_for,
 )
-from flowjax.envs.search.index import RemoteRetriever, Retriever, Wire, local
+from flowjax.envs.search.index import RemoteRetriever, Retriever, local
 from flowjax.envs.search.protocol import (
     ACCESS,
     CLOSING,
@@ -46,6 +46,7 @@ from flowjax.envs.search.protocol import (
     UNREADABLE,
     ProtocolName,
     SearchView,
+    Wire,
     action_of,
     compact_question,
     compact_result,
