@@ -21,7 +21,8 @@ from flowjax.envs import EnvDied, WorldError
 from flowjax.envs.pool import EnvPool
 from flowjax.envs.search import Search
 from flowjax.envs.search.corpus import encyclopedia
-from flowjax.envs.search.index import BM25Index, RemoteRetriever, RetrievalError, Scored, local
+from flowjax.envs.search.index import BM25Index, Scored, local
+from flowjax.envs.search.protocol import RemoteRetriever, RetrievalError
 from flowjax.envs.search.server import Batcher, RetrievalService, check_exposure, load, read_arguments
 
 DOCUMENTS = 200
@@ -418,6 +419,34 @@ def test_a_dead_server_is_left_for_one_that_lives(url: str):
     retriever = RemoteRetriever([closed_port(), url], wire="query", timeout_s=60)
     for name in NAMES[:3]:
         assert retriever.search(name, 1)[0].title == name
+
+
+@pytest.mark.parametrize("failures", [[404], [401], [302], []])
+def test_a_server_that_is_none_is_left_for_one_that_is(url: str, failures: list[int]):
+    handler = type("Handler", (Flaky,), {"failures": failures, "nothing": {"what": "no retrieval server"}})
+    with serving(handler) as address:
+        retriever = RemoteRetriever([address, url], wire="query", timeout_s=60)
+        retriever._turn = 0
+        for name in NAMES[:3]:
+            assert retriever.search(name, 1)[0].title == name
+        retriever = RemoteRetriever([address, address], wire="query", timeout_s=60)
+        with pytest.raises(RetrievalError, match="answered"):
+            retriever.search("x", 1)
+
+
+def test_a_silent_server_leaves_time_for_the_others(url: str, monkeypatch: pytest.MonkeyPatch):
+    limits: list[float] = []
+    exchange = RemoteRetriever._exchange
+
+    def silent_first(self: Any, server: Any, path: str, body: Any, timeout_s: float) -> tuple[int, bytes]:
+        limits.append(timeout_s)
+        if len(limits) < 3:
+            raise TimeoutError("timed out")
+        return exchange(self, server, path, body, timeout_s)
+
+    monkeypatch.setattr(RemoteRetriever, "_exchange", silent_first)
+    assert RemoteRetriever([url, url, url], wire="query", timeout_s=60).search(NAMES[0], 1)
+    assert limits == pytest.approx([20, 30, 60], abs=5)
 
 
 @pytest.mark.parametrize("silent", [True, False])

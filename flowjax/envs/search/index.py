@@ -1,4 +1,4 @@
-"""Indices over passages: BM25 by words, dense by vectors of a sentence encoder; and retrievers, which ask one.
+"""Indices over passages: BM25 by words, dense by vectors of a sentence encoder; and the retriever in a process.
 
 Each index answers a batch of queries with the best rows of each. Equal scores are ordered by row, so that the same
 corpus and query give the same passages on every machine.
@@ -6,33 +6,24 @@ corpus and query give the same passages on every machine.
 
 import contextlib
 import functools
-import http.client
-import json
 import logging
-import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from flowjax.envs import NotReady, WorldError
 from flowjax.envs.search.corpus import CORPUS, Corpus, Document, encyclopedia, pages
-from flowjax.envs.search.protocol import Wire, read_found, read_page, search_request
 from flowjax.fields import load_named
 from flowjax.files import new_file, new_folder
-from flowjax.records import state_key
 
 Scored = list[tuple[int, float]]  # rows and their scores, best first
 Encoder = Callable[[Sequence[str], Literal["query", "passage"]], Float[np.ndarray, "texts width"]]
 Vectors = Callable[[int, int], Float[np.ndarray, "passages width"]]  # of the passages from one row to before another
-Found = TypeVar("Found")
 _WORD = re.compile(r"(?u)\b\w\w+\b")
 _BLOCK = 1024  # passages encoded at once
 MAX_TOKENS = 256  # of a passage that a folder's encoder reads
@@ -286,15 +277,9 @@ class _FolderEncoder:
 
 # ----------------------------------------------------------------------------------------------------------- retrievers
 
-# Retrievers find an environment's passages: by an index in its process, or by asking a retrieval server.
+# They find an environment's passages: by an index in its process, or by asking a retrieval server (`protocol`).
 
-KEY_VARIABLE = "FLOWJAX_SEARCH_KEY"  # environment variable with the X-API-Key of servers that want one
 LOCAL_LIMIT_BYTES = 1 << 30  # of a corpus that is indexed in the environment's own process
-FIRST_PAUSE_S = 0.1  # between attempts, doubled each time
-
-
-class RetrievalError(RuntimeError):
-    """No passages can be had; it costs the episode."""
 
 
 class Retriever(Protocol):
@@ -338,93 +323,3 @@ def local(path: str, documents: int, seed: int) -> LocalRetriever:
         )
     corpus = Corpus(file) if path else encyclopedia(documents, seed).documents()
     return LocalRetriever(corpus, BM25Index([passage.contents for passage in corpus]))
-
-
-class RemoteRetriever:
-    """One of several retrieval servers, another one after a failure.
-
-    Server errors and failed connections are tried again until `timeout_s` has passed since the request began; then,
-    and at once where the server calls the request wrong, `RetrievalError` is raised.
-    """
-
-    def __init__(self, urls: Sequence[str], *, wire: Wire, timeout_s: float, choose: str = ""):
-        self._servers = [_address(url) for url in urls]
-        self._wire: Wire = wire
-        self._timeout_s = timeout_s
-        self._turn = state_key(choose) % len(urls)
-        self._connections: dict[tuple[str, int], http.client.HTTPConnection] = {}
-
-    def search(self, query: str, count: int) -> list[Document]:
-        return self._post(*search_request(self._wire, query, count), partial(read_found, self._wire))[:count]
-
-    def access(self, url: str) -> Document | None:
-        return self._post("/access", {"urls": [url]}, partial(read_page, url))
-
-    def _post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Found]) -> Found:
-        until = time.monotonic() + self._timeout_s
-        pause_s, problem = FIRST_PAUSE_S, "no attempt was made"
-        while (left_s := until - time.monotonic()) > 0:
-            server = self._servers[self._turn % len(self._servers)]
-            try:
-                status, answer = self._exchange(server, path, body, left_s)
-            except (OSError, http.client.HTTPException) as error:
-                problem = f"{type(error).__name__}: {error}"
-            else:
-                if status == 200:
-                    try:
-                        return read(json.loads(answer))
-                    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-                        why = f"{type(error).__name__}: {error}"
-                        raise RetrievalError(f"{_url(server)}{path} answered {answer[:200]!r} ({why})") from error
-                problem = f"status {status}: {answer[:200].decode(errors='replace')}"
-                if status < 500 and status != 429:
-                    raise RetrievalError(f"{_url(server)}{path} refuses the request: {problem}")
-            self._turn += 1
-            time.sleep(max(0.0, min(pause_s, until - time.monotonic())))
-            pause_s *= 2
-        raise RetrievalError(f"no retrieval server answered within {self._timeout_s:g} s; the last problem: {problem}")
-
-    def _exchange(
-        self, server: tuple[str, int], path: str, body: Mapping[str, Any], timeout_s: float
-    ) -> tuple[int, bytes]:
-        until, answer = time.monotonic() + timeout_s, bytearray()
-        connection = self._connections.pop(server, None) or http.client.HTTPConnection(*server)
-        connection.timeout = timeout_s
-        if connection.sock is not None:  # already open: the attribute counts only when it connects
-            connection.sock.settimeout(timeout_s)
-        key = os.environ.get(KEY_VARIABLE)
-        headers = {"Content-Type": "application/json", **({"X-API-Key": key} if key else {})}
-        try:
-            connection.request("POST", path, json.dumps(body), headers)
-            sock: Any = connection.sock
-            response = connection.getresponse()
-            while piece := response.read1():  # a time-out bounds one piece, and a slow answer comes in many
-                answer += piece
-                if not response.isclosed():
-                    sock.settimeout(max(until - time.monotonic(), 1e-3))
-            if response.length:
-                raise http.client.IncompleteRead(bytes(answer), response.length)
-            response.close()
-        except BaseException:
-            connection.close()
-            raise
-        self._connections[server] = connection  # kept alive for the next search
-        return response.status, bytes(answer)
-
-
-def _address(url: str) -> tuple[str, int]:
-    try:
-        parts = urlsplit(url)
-        port = parts.port or 80
-    except ValueError:
-        parts, port = None, 80
-    if parts is None or parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
-        raise WorldError(
-            f"env.options retriever={url!r}: give local alone, or addresses of servers without a path, for example "
-            "http://127.0.0.1:8000"
-        )
-    return parts.hostname, port
-
-
-def _url(server: tuple[str, int]) -> str:
-    return f"http://{server[0]}:{server[1]}"

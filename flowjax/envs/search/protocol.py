@@ -1,5 +1,5 @@
 """Actions of the search world: as tags of the two published protocols, and in few words for nano models. Then what
-retrieval servers are asked and answer.
+retrieval servers are asked and answer, and the retriever that asks them.
 
 An action is `search[<words>]`, `answer[<text>]` or, in ASearcher's protocol with page access, `access[<url>]`. Which
 protocol is spoken shows in the templates among the legal actions.
@@ -9,11 +9,19 @@ stay, everything else is left out. Of an encyclopedia of any size, a word is one
 marks, and a name never seen before can still be read and copied.
 """
 
+import http.client
+import itertools
+import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
+from flowjax.envs import WorldError
 from flowjax.envs.search.corpus import RELATIONS, SYLLABLES, Document, document, split_name
 from flowjax.grading.answers import without_thoughts
 from flowjax.records import state_key
@@ -186,6 +194,13 @@ def parse_compact(reply: str, legal: Sequence[str]) -> str | None:
 # ---------------------------------------------------------------------------------------------------- retrieval servers
 
 Wire = Literal["query", "queries", "search"]  # the three request formats, see server.py
+KEY_VARIABLE = "FLOWJAX_SEARCH_KEY"  # environment variable with the X-API-Key of servers that want one
+FIRST_PAUSE_S = 0.1  # between attempts, doubled each time
+Found = TypeVar("Found")
+
+
+class RetrievalError(RuntimeError):
+    """No passages can be had; it costs the episode."""
 
 
 def search_request(wire: Wire, query: str, count: int) -> tuple[str, dict[str, Any]]:
@@ -215,3 +230,118 @@ def _passage(fields: Mapping[str, Any]) -> Document:
     """A passage; of a server that gives no ids it is named by its contents."""
     found = document(fields, -1)
     return found if fields.get("id") is not None else replace(found, id=f"{state_key(found.contents):016x}")
+
+
+class RemoteRetriever:
+    """One of several retrieval servers, another one after a failure.
+
+    Requests are tried again, by turns, until `timeout_s` has passed since the first; then `RetrievalError` is raised,
+    and at once where every server has called the request wrong or answered what cannot be read.
+    """
+
+    def __init__(self, urls: Sequence[str], *, wire: Wire, timeout_s: float, choose: str = ""):
+        self._servers = [_address(url) for url in urls]
+        self._wire: Wire = wire
+        self._timeout_s = timeout_s
+        self._turn = state_key(choose) % len(urls)
+        self._connections: dict[tuple[str, int], http.client.HTTPConnection] = {}
+
+    def search(self, query: str, count: int) -> list[Document]:
+        return self._post(*search_request(self._wire, query, count), partial(read_found, self._wire))[:count]
+
+    def access(self, url: str) -> Document | None:
+        return self._post("/access", {"urls": [url]}, partial(read_page, url))
+
+    def _post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Found]) -> Found:
+        until = time.monotonic() + self._timeout_s
+        count, pause_s = len(self._servers), FIRST_PAUSE_S
+        problem, refused = "no attempt was made", set[tuple[str, int]]()
+        for attempt in itertools.count():
+            if (left_s := until - time.monotonic()) <= 0:
+                break
+            server = self._servers[self._turn % count]
+            try:
+                # One that is silent leaves their share of the time to those whose turn it is still in this round.
+                return self._ask(server, path, body, read, left_s / (count - attempt % count))
+            except RetrievalError as error:
+                problem = str(error)
+                refused.add(server)
+                if refused.issuperset(self._servers):
+                    raise
+            except (OSError, http.client.HTTPException) as error:
+                problem = f"{_url(server)}: {type(error).__name__}: {error}"
+            self._turn += 1
+            time.sleep(max(0.0, min(pause_s, until - time.monotonic())))
+            pause_s *= 2
+        raise RetrievalError(f"no retrieval server answered within {self._timeout_s:g} s; the last problem: {problem}")
+
+    def _ask(
+        self,
+        server: tuple[str, int],
+        path: str,
+        body: Mapping[str, Any],
+        read: Callable[[Any], Found],
+        timeout_s: float,
+    ) -> Found:
+        """The answer of one server.
+
+        Raises:
+            RetrievalError: it refuses the request, or answers what cannot be read.
+            OSError, HTTPException: it cannot be reached, or fails.
+        """
+        status, answer = self._exchange(server, path, body, timeout_s)
+        if status == 200:
+            try:
+                return read(json.loads(answer))
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+                why = f"{type(error).__name__}: {error}"
+                raise RetrievalError(f"{_url(server)}{path} answered {answer[:200]!r} ({why})") from error
+        problem = f"status {status}: {answer[:200].decode(errors='replace')}"
+        if status < 500 and status != 429:
+            raise RetrievalError(f"{_url(server)}{path} refuses the request: {problem}")
+        raise http.client.HTTPException(problem)
+
+    def _exchange(
+        self, server: tuple[str, int], path: str, body: Mapping[str, Any], timeout_s: float
+    ) -> tuple[int, bytes]:
+        until, answer = time.monotonic() + timeout_s, bytearray()
+        connection = self._connections.pop(server, None) or http.client.HTTPConnection(*server)
+        connection.timeout = timeout_s
+        if connection.sock is not None:  # already open: the attribute counts only when it connects
+            connection.sock.settimeout(timeout_s)
+        key = os.environ.get(KEY_VARIABLE)
+        headers = {"Content-Type": "application/json", **({"X-API-Key": key} if key else {})}
+        try:
+            connection.request("POST", path, json.dumps(body), headers)
+            sock: Any = connection.sock
+            response = connection.getresponse()
+            while piece := response.read1():  # a time-out bounds one piece, and a slow answer comes in many
+                answer += piece
+                if not response.isclosed():
+                    sock.settimeout(max(until - time.monotonic(), 1e-3))
+            if response.length:
+                raise http.client.IncompleteRead(bytes(answer), response.length)
+            response.close()
+        except BaseException:
+            connection.close()
+            raise
+        self._connections[server] = connection  # kept alive for the next search
+        return response.status, bytes(answer)
+
+
+def _address(url: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 80
+    except ValueError:
+        parts, port = None, 80
+    if parts is None or parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+        raise WorldError(
+            f"env.options retriever={url!r}: give local alone, or addresses of servers without a path, for example "
+            "http://127.0.0.1:8000"
+        )
+    return parts.hostname, port
+
+
+def _url(server: tuple[str, int]) -> str:
+    return f"http://{server[0]}:{server[1]}"

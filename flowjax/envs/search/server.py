@@ -36,7 +36,6 @@ from aiohttp import web
 from flowjax.envs import WorldError
 from flowjax.envs.search.corpus import HOW_TO_GET, Corpus, Document, encyclopedia, pages
 from flowjax.envs.search.index import (
-    KEY_VARIABLE,
     BM25Index,
     DenseIndex,
     Encoder,
@@ -48,6 +47,7 @@ from flowjax.envs.search.index import (
     read_faiss,
     read_vectors,
 )
+from flowjax.envs.search.protocol import KEY_VARIABLE
 from flowjax.files import new_file
 
 MAX_WAITING = 16_384  # queries

@@ -36,7 +36,7 @@ from flowjax.envs.search.corpus import (
     read_questions,
     syllables_for,
 )
-from flowjax.envs.search.index import RemoteRetriever, Retriever, local
+from flowjax.envs.search.index import Retriever, local
 from flowjax.envs.search.protocol import (
     ACCESS,
     CLOSING,
@@ -45,6 +45,7 @@ from flowjax.envs.search.protocol import (
     OPENING,
     UNREADABLE,
     ProtocolName,
+    RemoteRetriever,
     SearchView,
     Wire,
     action_of,
