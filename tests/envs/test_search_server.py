@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -277,6 +278,28 @@ def test_a_page_is_the_same_with_a_server(url: str):
     for action in (f"access[{ADDRESS}{NAMES[9]}]", "access[nowhere]"):
         first, second = (env.step(action) for env in envs)
         assert first == second
+
+
+def test_servers_that_a_run_cannot_use_are_named_before_it(url: str, tmp_path: Path):
+    dead = closed_port()
+    assert list(Search(**OPTIONS).obstacles()) == list(Search(**OPTIONS, retriever=url).obstacles()) == []
+    assert list(Search(path=str(tmp_path), retriever=url).obstacles()) == [], "what it should hold is not known"
+    [silent, other] = Search(documents=300, retriever=[dead, url]).obstacles()
+    assert silent.startswith(f"env.options retriever: {dead} gives no passages (ConnectionRefusedError")
+    assert other.startswith(f"env.options retriever: {url} does not find '{encyclopedia(300, 0).names[0]}'")
+    assert "--documents=300 --corpus_seed=0" in other
+    [seed] = Search(**OPTIONS, corpus_seed=1, retriever=url).obstacles()
+    assert "--documents=200 --corpus_seed=1" in seed
+
+
+def test_the_expert_does_not_go_on_from_a_document_that_was_not_found(url: str):
+    world = Search(documents=300, retriever=url)
+    env, task = world.env(), world.tasks("held_out", 0)[0]
+    assert task is not None
+    env.reset(task, 0)
+    for _ in range(3):
+        assert not env.step(world.expert(env)).terminal
+    assert not env.titles & set(task.payload["chain"])
 
 
 class Flaky(http.server.BaseHTTPRequestHandler):

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -248,6 +248,15 @@ class RemoteRetriever:
 
     def search(self, query: str, count: int) -> list[Document]:
         return self._post(*search_request(self._wire, query, count), partial(read_found, self._wire))[:count]
+
+    def ask_each(self, query: str, count: int) -> Iterator[tuple[str, list[Document] | str]]:
+        """Search each server once: its address, with its passages or the reason why there are none."""
+        path, body = search_request(self._wire, query, count)
+        for server in dict.fromkeys(self._servers):
+            try:
+                yield _url(server), self._ask(server, path, body, partial(read_found, self._wire), self._timeout_s)
+            except (RetrievalError, OSError, http.client.HTTPException) as error:
+                yield _url(server), f"{type(error).__name__}: {error}"
 
     def access(self, url: str) -> Document | None:
         return self._post("/access", {"urls": [url]}, partial(read_page, url))

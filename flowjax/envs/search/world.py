@@ -3,7 +3,7 @@
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -141,6 +141,9 @@ class SearchOptions:
     def open_retriever(self) -> Retriever:
         if not self.servers:
             return local(self.path, self.documents, self.corpus_seed)
+        return self.remote()
+
+    def remote(self) -> RemoteRetriever:
         wire: Wire = self.wire or ("queries" if self.protocol == "asearcher" else "query")
         choose = f"{os.getpid()} {next(_served)}"
         return RemoteRetriever(self.servers, wire=wire, timeout_s=self.search_timeout_s, choose=choose)
@@ -160,6 +163,22 @@ class Search(World):
 
     def env(self) -> "SearchEnv":
         return SearchEnv(self.options, self.options.open_retriever())
+
+    def obstacles(self) -> Iterator[str]:
+        """Retrieval servers that give no passages, or that lack a document of the generated encyclopedia."""
+        if not self.options.servers:
+            return
+        documents, seed = self.options.documents, self.options.corpus_seed
+        wanted = None if self.options.path else encyclopedia(documents, seed).document(0)
+        for url, found in self.options.remote().ask_each(wanted.title if wanted else "anything", self.options.topk):
+            if isinstance(found, str):
+                yield f"env.options retriever: {url} gives no passages ({found}): start one there, or name another"
+            elif wanted and wanted.contents not in [passage.contents for passage in found]:
+                served = f"--documents={documents} --corpus_seed={seed}"
+                yield (
+                    f"env.options retriever: {url} does not find {wanted.title!r}, a document of documents={documents} "
+                    f"and corpus_seed={seed}: start it with {served}, or set env.options as it was started"
+                )
 
     def longest_step_s(self) -> float:
         return self.options.search_timeout_s if self.options.servers else 0.0
@@ -246,7 +265,8 @@ class Search(World):
         """
         question = env.question
         way = question.chain[:-1] or (question.text,)
-        reached = max((place for place, name in enumerate(way) if name in env.latest), default=-1)
+        there = env.latest if question.chain else env.queries[-1:]
+        reached = max((place for place, name in enumerate(way) if name in there), default=-1)
         if reached + 1 < len(way):
             early = state_key("early", question.text) % 1000 < 1000 * self.options.early_share
             return action_of("answer" if early and reached >= 0 else "search", way[reached + 1])
@@ -350,7 +370,7 @@ class SearchEnv:
 
     @property
     def latest(self) -> frozenset[str]:
-        """Titles of the documents that the latest search found, and what it asked for."""
+        """Titles of the documents that the latest search found."""
         return self._latest
 
     @property
@@ -383,7 +403,7 @@ class SearchEnv:
             return Step(self._observe(), reward, True, True, self._outcome())
         found = self._look_up(verb, argument)
         self._queries.append(argument)
-        self._latest = frozenset([argument, *(passage.title for passage in found)])
+        self._latest = frozenset(passage.title for passage in found)
         self._known.update((passage.id, passage.title) for passage in found)
         self._found = shown(found, self._options.document_characters)
         return Step(self._observe(), 0.0, False, True, self._outcome())
