@@ -421,6 +421,40 @@ def test_questions_that_cannot_be_used_are_named(tmp_path: Path, rows: bytes, na
         read_questions(tmp_path, "train")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"answer": {"value": "Paris", "aliases": ["City of Paris"]}},
+        {"golden_answers": [None]},
+        {"golden_answers": [["Rome", "Roma"]]},
+        {"golden_answers": [True]},
+        {"answer": "x", "aug_answer": [None, "y"]},
+        {"answer": "x", "metadata": {"chain": [["a"]]}},
+    ],
+)
+def test_answers_that_are_no_texts_are_named(tmp_path: Path, fields: dict[str, Any]):
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "a?", **fields}))
+    with pytest.raises(
+        WorldError, match=r"test\.jsonl, line 1, is no question .TypeError: .* is no text and no number"
+    ):
+        read_questions(tmp_path, "held_out")
+
+
+@pytest.mark.parametrize(
+    ("fields", "answers"),
+    [
+        ({"answer": 1990}, ("1990",)),
+        ({"golden_answers": [2, "two"]}, ("2", "two")),
+        ({"golden_answers": [], "answer": "x"}, ("x",)),
+        ({"golden_answers": ["The"], "reward_model": {"ground_truth": {"target": "y"}}}, ("y",)),
+    ],
+)
+def test_answers_are_texts_and_numbers_wherever_they_stand(tmp_path: Path, fields: dict[str, Any], answers: Any):
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "a?", **fields, "metadata": {"chain": "Lake Como"}}))
+    [question] = read_questions(tmp_path, "held_out")
+    assert (question.answers, question.chain) == (answers, ("Lake Como",))
+
+
 @pytest.mark.parametrize("damage", [slice(100, 400), slice(-300, None)])
 def test_a_broken_parquet_file_is_named(tmp_path: Path, damage: slice):
     import pyarrow

@@ -363,7 +363,7 @@ def _read_split(folder: Path, split: Split) -> list[Question]:
                 f"{path}, {place}, is no question ({type(error).__name__}: {error}): it needs `question` and "
                 "`golden_answers`, `answer` or `reward_model.ground_truth.target`"
             ) from error
-        texts = (question.text, *question.answers, *map(str, question.chain), *question.augmented)
+        texts = (question.text, *question.answers, *question.chain, *question.augmented)
         check_characters(f"{path}, {place}", *texts)
         if question.answers:
             questions.append(question)
@@ -396,15 +396,21 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
 
 def _question(row: Mapping[str, Any]) -> Question:
     text = " ".join(row["question"].split())
-    answers = row.get("golden_answers")
-    if answers is None:
-        answers = row["answer"] if "answer" in row else row["reward_model"]["ground_truth"]["target"]
-    chain = (row.get("metadata") or {}).get("chain") or ()
+    target = ((row.get("reward_model") or {}).get("ground_truth") or {}).get("target")
+    given = [each for each in (row.get("golden_answers"), row.get("answer"), target) if each is not None]
+    chain = (row.get("metadata") or {}).get("chain") or []
     if not text:
         raise ValueError("the question is empty")
-    comparable = tuple(filter(normalise_answer, _strings(answers)))
-    return Question(text, comparable, tuple(chain), _strings(row.get("aug_answer") or ()))
+    if not given:
+        raise ValueError("no answer is given")
+    comparable = (tuple(filter(normalise_answer, _strings(each))) for each in given)
+    return Question(text, next(filter(None, comparable), ()), _strings(chain), _strings(row.get("aug_answer") or []))
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    return tuple(str(part) for part in ([value] if isinstance(value, str) else value))
+    """A text or number, or each of a list."""
+    parts = value if isinstance(value, list) else [value]
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, str | int | float):
+            raise TypeError(f"{part!r} is no text and no number")
+    return tuple(map(str, parts))
