@@ -57,6 +57,22 @@ def test_the_page_is_small_and_has_little_to_lay_out(page: Path):
     visit(open_it)
 
 
+def test_a_chart_compares_what_is_smoothed_alike(page: Path):
+    """A long and a short run are both smoothed; next to a mean over seeds, which is not, nothing is."""
+    ramp = "Array.from({length: N}, (_, i) => i)"
+    long, short = ("{label: 'N', x: A, y: A.map(i => i % 2)}".replace("A", ramp).replace("N", n) for n in ("40", "9"))
+    seeds = long.replace("y:", f"low: {ramp}, high: {ramp}, y:").replace("N", "40")
+    thin = "lineChart({{title: 'T', series: [{}, {}]}}).querySelectorAll('polyline[opacity]').length"
+
+    async def read(opened: Browser) -> None:
+        await opened.open(page)
+        assert await opened.run(thin.format(long, short)) == 2
+        assert await opened.run(thin.format(long, seeds)) == 0
+        assert "A bold line over a thin one is the mean of the last 10 steps" in await opened.text()
+
+    visit(read)
+
+
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_every_question_about_a_run_is_answered(page: Path, width: int):
     """Did it learn, where did the time go, how many groups had no signal at step 150, what does a failed held-out

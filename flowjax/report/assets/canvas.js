@@ -54,7 +54,7 @@ function operatorUse() {
   if (!run?.workflows?.length) return null;
   const names = [...new Set(run.workflows.flatMap((one) => Object.keys(one.operators)))];
   const x = run.workflows.map((one) => one.step);
-  return [make("h2", {}, "Over training"), make("div", {class: "charts"},
+  return [make("h2", {}, "Over training"), make("p", {class: "hint"}, SMOOTHED), make("div", {class: "charts"},
     lineChart({title: "Unique workflows", share: true, help: "of the batch's finished ones", series: [{label: run.name, colour: COLOURS[0], x, y: run.workflows.map((one) => one.unique)}]}),
     lineChart({title: "Use of operators", help: "a workflow, on average", series: names.map((name, i) => ({label: name, ...lookOf(i), x, y: run.workflows.map((one) => one.operators[name] || 0)}))}))];
 }

@@ -12,7 +12,9 @@ function lineChart({title, series, share = false, help = ""}) {
   const scale = scales(xs, ys, share);
   const svg = make("svg", {viewBox: `0 0 ${CHART.width} ${CHART.height}`, role: "img", tabindex: "0", "aria-label": spoken(title, known, share)});
   svg.append(...grid(scale, share));
-  for (const one of known) svg.append(...(one.marks ? marksOf(one, scale) : lineOf(one, scale)));
+  // All lines of a chart are smoothed or none: else a smooth one would look steadier than those it is compared with.
+  const smooth = known.every((one) => !one.low) && known.some((one) => one.at.length > 20);
+  for (const one of known) svg.append(...(one.marks ? marksOf(one, scale) : lineOf(one, scale, smooth)));
   const cursor = make("line", {class: "cursor", y1: CHART.top, y2: CHART.height - CHART.bottom, visibility: "hidden"});
   svg.append(cursor);
   const output = make("output", {class: "readout", "aria-live": "polite"}, last(known, share));
@@ -76,7 +78,7 @@ function tickText(value) {
   return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(0) : String(+value.toPrecision(4));
 }
 
-function lineOf(one, scale) {
+function lineOf(one, scale, smooth) {
   const points = one.at.map((i) => [scale.x(one.x[i]), scale.y(one.y[i])]);
   const parts = [];
   if (one.low) {
@@ -84,13 +86,14 @@ function lineOf(one, scale) {
     const edge = [...banded.map((i) => [one.x[i], one.high[i]]), ...banded.reverse().map((i) => [one.x[i], one.low[i]])];
     parts.push(make("polygon", {points: edge.map(([x, y]) => `${scale.x(x).toFixed(1)},${scale.y(y).toFixed(1)}`).join(" "), fill: one.colour, opacity: "0.18"}));
   }
-  const smooth = averaged(one.at.map((i) => one.y[i])).map((y, place) => [points[place][0], scale.y(y)]);
-  if (!one.low && points.length > 20) parts.push(make("polyline", {points: joined(points), fill: "none", stroke: one.colour, "stroke-width": 1, opacity: "0.3"}));
-  parts.push(make("polyline", {points: joined(!one.low && points.length > 20 ? smooth : points), fill: "none", stroke: one.colour, "stroke-width": 2, "stroke-dasharray": one.dashed ? "6 3" : "none"}));
+  const bold = smooth ? averaged(one.at.map((i) => one.y[i])).map((y, place) => [points[place][0], scale.y(y)]) : points;
+  if (smooth) parts.push(make("polyline", {points: joined(points), fill: "none", stroke: one.colour, "stroke-width": 1, opacity: "0.3"}));
+  parts.push(make("polyline", {points: joined(bold), fill: "none", stroke: one.colour, "stroke-width": 2, "stroke-dasharray": one.dashed ? "6 3" : "none"}));
   if (points.length === 1) parts.push(make("circle", {cx: points[0][0], cy: points[0][1], r: 3, fill: one.colour}));
   return parts;
 }
 function joined(points) { return points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join(" "); }
+const SMOOTHED = "A bold line over a thin one is the mean of the last 10 steps.";
 function averaged(values, window = 10) {
   return values.map((_, i) => {
     const part = values.slice(Math.max(0, i + 1 - window), i + 1);

@@ -87,7 +87,7 @@ function metricCharts() {
   const rest = [...new Set(DATA.runs.flatMap((run) => Object.values(run.policies).flatMap((one) => Object.keys(one.metrics))))].filter((name) => !known.has(name)).sort();
   const more = make("div", {class: "charts"});
   return [make("h2", {}, "Training, step by step"),
-    DATA.methods.some((members) => members.length > 1) ? make("p", {class: "hint"}, "Lines are means over the seeds of a method, at steps that all of them have; bands reach from the lowest seed to the highest.") : null,
+    make("p", {class: "hint"}, `${DATA.methods.some((members) => members.length > 1) ? "Lines are means over the seeds of a method, at steps that all of them have; bands reach from the lowest seed to the highest. " : ""}${SMOOTHED}`),
     make("div", {class: "charts"}, METRICS.map(([name, title, share, help]) => lineChart({title, share, help, series: seriesOf(name)}))),
     make("details", {ontoggle: () => { if (!more.childElementCount) replace(more, rest.map((name) => lineChart({title: name, series: seriesOf(name)}))); }},
       make("summary", {}, `${rest.length} more metrics`), more)];
