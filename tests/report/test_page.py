@@ -61,7 +61,7 @@ def test_a_chart_compares_what_is_smoothed_alike(page: Path):
     """A long and a short run are both smoothed; next to a mean over seeds, which is not, nothing is."""
     ramp = "Array.from({length: N}, (_, i) => i)"
     long, short = ("{label: 'N', x: A, y: A.map(i => i % 2)}".replace("A", ramp).replace("N", n) for n in ("40", "9"))
-    seeds = long.replace("y:", f"low: {ramp}, high: {ramp}, y:").replace("N", "40")
+    seeds = long.replace("y:", f"band: true, low: {ramp}, high: {ramp}, y:").replace("N", "40")
     thin = "lineChart({{title: 'T', series: [{}, {}]}}).querySelectorAll('polyline[opacity]').length"
 
     async def read(opened: Browser) -> None:
@@ -250,6 +250,14 @@ def test_runs_are_shown_side_by_side_with_what_differs(tmp_path: Path):
         assert "2 seeds" in await opened.text() and await opened.run(
             "document.querySelectorAll('.chart polygon').length > 5"
         )
+        charts = await opened.run(
+            "[...document.querySelectorAll('.chart')].map(c => [c.querySelector('figcaption').firstChild.textContent, "
+            "c.querySelectorAll('polygon').length, [...c.querySelectorAll('.legend li')].map(l => l.textContent), "
+            "[...c.querySelectorAll('.legend .dot')].map(d => d.getAttribute('style'))])"
+        )
+        assert len(charts) > 5 and charts[0][0] == "Held-out success"
+        assert all(labels == ["a, 2 seeds", "c"] and bands == 1 for _, bands, labels, _ in charts)
+        assert len({tuple(colours) for *_, colours in charts}) == 1, "a method has one colour in all charts"
 
     visit(read)
 

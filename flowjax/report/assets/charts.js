@@ -2,7 +2,7 @@
 
 const CHART = {width: 460, height: 210, left: 52, right: 12, top: 10, bottom: 30};
 
-// `series`: [{label, colour, dashed, x, y, low, high, marks}]. Without a line where a value is missing; `marks` draws points with bars.
+// `series`: [{label, colour, dashed, x, y, low, high, band, marks}]. Without a line where a value is missing; `band` fills between low and high, `marks` draws points with bars.
 function lineChart({title, series, share = false, help = ""}) {
   const known = series.map((one) => ({...one, at: one.x.map((_, i) => i).filter((i) => isNumber(one.y[i]))}))
     .filter((one) => one.at.length);
@@ -13,7 +13,7 @@ function lineChart({title, series, share = false, help = ""}) {
   const svg = make("svg", {viewBox: `0 0 ${CHART.width} ${CHART.height}`, role: "img", tabindex: "0", "aria-label": spoken(title, known, share)});
   svg.append(...grid(scale, share));
   // All lines of a chart are smoothed or none: else a smooth one would look steadier than those it is compared with.
-  const smooth = known.every((one) => !one.low) && known.some((one) => one.at.length > 20);
+  const smooth = known.every((one) => !one.band) && known.some((one) => one.at.length > 20);
   for (const one of known) svg.append(...(one.marks ? marksOf(one, scale) : lineOf(one, scale, smooth)));
   const cursor = make("line", {class: "cursor", y1: CHART.top, y2: CHART.height - CHART.bottom, visibility: "hidden"});
   svg.append(cursor);
@@ -81,16 +81,16 @@ function tickText(value) {
 function lineOf(one, scale, smooth) {
   const points = one.at.map((i) => [scale.x(one.x[i]), scale.y(one.y[i])]);
   const parts = [];
-  if (one.low) {
-    const banded = one.at.filter((i) => isNumber(one.low[i]) && isNumber(one.high[i]));
-    const edge = [...banded.map((i) => [one.x[i], one.high[i]]), ...banded.reverse().map((i) => [one.x[i], one.low[i]])];
-    parts.push(make("polygon", {points: edge.map(([x, y]) => `${scale.x(x).toFixed(1)},${scale.y(y).toFixed(1)}`).join(" "), fill: one.colour, opacity: "0.18"}));
-  }
+  if (one.band) parts.push(bandOf(one, scale));
   const bold = smooth ? averaged(one.at.map((i) => one.y[i])).map((y, place) => [points[place][0], scale.y(y)]) : points;
   if (smooth) parts.push(make("polyline", {points: joined(points), fill: "none", stroke: one.colour, "stroke-width": 1, opacity: "0.3"}));
   parts.push(make("polyline", {points: joined(bold), fill: "none", stroke: one.colour, "stroke-width": 2, "stroke-dasharray": one.dashed ? "6 3" : "none"}));
   if (points.length === 1) parts.push(make("circle", {cx: points[0][0], cy: points[0][1], r: 3, fill: one.colour}));
   return parts;
+}
+function bandOf(one, scale) {
+  const edge = [...one.at.map((i) => [one.x[i], one.high[i]]), ...[...one.at].reverse().map((i) => [one.x[i], one.low[i]])];
+  return make("polygon", {points: joined(edge.map(([x, y]) => [scale.x(x), scale.y(y)])), fill: one.colour, opacity: "0.18"});
 }
 function joined(points) { return points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join(" "); }
 const SMOOTHED = "A bold line over a thin one is the mean of the last 10 steps.";
@@ -103,7 +103,7 @@ function averaged(values, window = 10) {
 
 function marksOf(one, scale) {
   const line = one.at.length > 1 ? [make("polyline", {points: joined(one.at.map((i) => [scale.x(one.x[i]), scale.y(one.y[i])])), fill: "none", stroke: one.colour, "stroke-width": 1, "stroke-dasharray": "4 3"})] : [];
-  return line.concat(one.at.flatMap((i) => [
+  return (one.band ? [bandOf(one, scale)] : []).concat(line, one.at.flatMap((i) => [
     isNumber(one.low?.[i]) ? make("line", {x1: scale.x(one.x[i]), x2: scale.x(one.x[i]), y1: scale.y(one.low[i]), y2: scale.y(one.high[i]), stroke: one.colour, "stroke-width": 2}) : "",
     make("circle", {cx: scale.x(one.x[i]), cy: scale.y(one.y[i]), r: 4, fill: one.dashed ? "none" : one.colour, stroke: one.colour})])).filter(Boolean);
 }

@@ -47,39 +47,40 @@ function problemsOf() {
     : make("p", {class: "fine"}, "No rule of the diagnosis is broken: signal, entropy, cut and invalid replies, mismatch, skipped updates.");
 }
 
-// One series for every method and policy: a single run as it is, several seeds as their mean with the band of all of them.
-function seriesOf(metric) {
-  const found = [];
-  for (const [index, members] of DATA.methods.entries()) {
-    const runs = members.map((member) => DATA.runs[member]);
-    for (const policy of Object.keys(runs[0].policies)) {
-      const columns = runs.map((run) => run.policies[policy]).filter((one) => one && one.metrics[metric]);
-      if (!columns.length) continue;
-      const label = [DATA.methods.length > 1 || !Object.keys(runs[0].policies)[1] ? runs[0].name : "", Object.keys(runs[0].policies)[1] ? policy : "",
-        members.length > 1 ? `${members.length} seeds` : ""].filter(Boolean).join(", ");
-      found.push({label, ...lookOf(found.length), ...(columns.length > 1 ? banded(columns, metric) : {x: columns[0].step, y: columns[0].metrics[metric]})});
-    }
-  }
-  return found;
+// The lines of all charts: one for every method and policy, with the same colour in each.
+function linesOf() {
+  return DATA.methods.flatMap((members) => {
+    const runs = members.map((member) => DATA.runs[member]), policies = policiesOf(runs);
+    return (policies.length ? policies : [""]).map((policy) => ({runs, policy, isFirst: policy === (policies[0] || "")}));
+  }).map((line, i) => ({...line, look: lookOf(i)}));
 }
-function banded(columns, metric) {
+function policiesOf(runs) { return [...new Set(runs.flatMap((run) => Object.keys(run.policies)))]; }
+
+// One series for each line: a single run as it is, several seeds as their mean with the band of all of them.
+function seriesOf(lines, columnOf, named = true) {
+  return lines.map(({runs, policy, look}) => {
+    const columns = runs.map((run) => columnOf(run, policy)).filter(Boolean), several = named && policiesOf(runs).length > 1;
+    const label = [DATA.methods.length > 1 || !several ? runs[0].name : "", several ? policy : "", runs.length > 1 ? `${runs.length} seeds` : ""].filter(Boolean).join(", ");
+    return columns.length ? {label, ...look, ...(columns.length > 1 ? {...banded(columns), band: true, marks: columns[0].marks} : columns[0])} : null;
+  }).filter(Boolean);
+}
+function trained(metric) {
+  return seriesOf(linesOf(), (run, policy) => run.policies[policy]?.metrics[metric] && {x: run.policies[policy].step, y: run.policies[policy].metrics[metric]});
+}
+function banded(columns) {
   const byStep = new Map();
-  for (const one of columns) one.step.forEach((step, i) => { if (isNumber(one.metrics[metric][i])) byStep.set(step, [...(byStep.get(step) || []), one.metrics[metric][i]]); });
+  for (const one of columns) one.x.forEach((step, i) => { if (isNumber(one.y[i])) byStep.set(step, [...(byStep.get(step) || []), one.y[i]]); });
   // A step that one seed lacks, since it ended or is behind, would be a mean of others.
   const x = [...byStep.keys()].filter((step) => byStep.get(step).length === columns.length).sort((a, b) => a - b), of = (f) => x.map((step) => f(byStep.get(step)));
   return {x, y: of((all) => all.reduce((sum, value) => sum + value, 0) / all.length), low: of((all) => Math.min(...all)), high: of((all) => Math.max(...all))};
 }
 
 function heldOutCharts() {
-  const success = DATA.runs.map((run, i) => ({label: run.name, ...lookOf(i), marks: true,
-    x: run.evaluations.map((one) => one.step), y: run.evaluations.map((one) => one.success_rate), low: run.evaluations.map((one) => one.low), high: run.evaluations.map((one) => one.high)}));
-  const rewards = DATA.runs.flatMap((run) => Object.keys(run.policies).map((policy) => ({run, policy}))).map(({run, policy}, i) => {
-    const of = (name) => run.evaluations.map((one) => one.policies?.[policy]?.[name] ?? null);
-    return {label: `${run.name} ${policy}`, ...lookOf(i), marks: true, x: run.evaluations.map((one) => one.step), y: of("reward_mean"), low: of("reward_low"), high: of("reward_high")};
-  });
-  return make("div", {class: "charts"},
-    lineChart({title: "Held-out success", series: success, share: true, help: "95 % intervals over tasks"}),
-    lineChart({title: "Held-out reward", series: rewards, help: "95 % intervals over tasks"}));
+  const evaluated = (run, valueOf) => run.evaluations.length ? {marks: true, x: run.evaluations.map((one) => one.step), ...Object.fromEntries(["y", "low", "high"].map((name, i) => [name, run.evaluations.map((one) => valueOf(one)[i] ?? null)]))} : null;
+  const success = seriesOf(linesOf().filter((line) => line.isFirst), (run) => evaluated(run, (one) => [one.success_rate, one.low, one.high]), false);
+  const reward = seriesOf(linesOf(), (run, policy) => evaluated(run, (one) => ["mean", "low", "high"].map((name) => one.policies?.[policy]?.[`reward_${name}`])));
+  const help = DATA.methods.some((members) => members.length > 1) ? "seeds from lowest to highest; single runs with 95 % intervals over tasks" : "95 % intervals over tasks";
+  return make("div", {class: "charts"}, lineChart({title: "Held-out success", series: success, share: true, help}), lineChart({title: "Held-out reward", series: reward, help}));
 }
 
 function metricCharts() {
@@ -88,8 +89,8 @@ function metricCharts() {
   const more = make("div", {class: "charts"});
   return [make("h2", {}, "Training, step by step"),
     make("p", {class: "hint"}, `${DATA.methods.some((members) => members.length > 1) ? "Lines are means over the seeds of a method, at steps that all of them have; bands reach from the lowest seed to the highest. " : ""}${SMOOTHED}`),
-    make("div", {class: "charts"}, METRICS.map(([name, title, share, help]) => lineChart({title, share, help, series: seriesOf(name)}))),
-    make("details", {ontoggle: () => { if (!more.childElementCount) replace(more, rest.map((name) => lineChart({title: name, series: seriesOf(name)}))); }},
+    make("div", {class: "charts"}, METRICS.map(([name, title, share, help]) => lineChart({title, share, help, series: trained(name)}))),
+    make("details", {ontoggle: () => { if (!more.childElementCount) replace(more, rest.map((name) => lineChart({title: name, series: trained(name)}))); }},
       make("summary", {}, `${rest.length} more metrics`), more)];
 }
 
