@@ -57,10 +57,10 @@ from flowjax.launch.roles import (
     trainer_roles,
     warm_start_roles,
 )
-from flowjax.launch.screen import clock, render_status, summary
+from flowjax.launch.screen import render_status, summary
 from flowjax.launch.session import OK, RunConsole, RunSession
 from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
-from flowjax.monitor.metrics import NewStatus, Progress, read_status
+from flowjax.monitor.metrics import NewStatus, Progress, clock, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.sinks import forwarding
 from flowjax.monitor.token import make_run_id, send_away

@@ -15,7 +15,19 @@ from rich.text import Text
 
 from flowjax.launch.machine import check_unused
 from flowjax.launch.pool import pool_lines
-from flowjax.monitor.metrics import Progress, RoleState, number, printable, read_metrics, read_status
+from flowjax.monitor.metrics import (
+    Progress,
+    RoleState,
+    clock,
+    count,
+    fixed,
+    number,
+    percent,
+    printable,
+    read_metrics,
+    read_status,
+    scientific,
+)
 from flowjax.run import read_run
 
 _COLOURS = {
@@ -242,7 +254,7 @@ def phases(progress: Progress) -> str:
 
 
 def interval(entry: Mapping[str, Any] | None) -> str:
-    """Success of an evaluation with its 95 % interval and the number of its tasks."""
+    """Success of an evaluation with its 95 % interval, the number of its tasks, and episodes that are left out."""
     if entry is None:
         return "-"
     low, high = number(entry, "low"), number(entry, "high")
@@ -250,10 +262,12 @@ def interval(entry: Mapping[str, Any] | None) -> str:
     tasks = entry.get("tasks", episodes)
     played = "" if tasks == episodes else f" tasks in {episodes} episodes"
     asked = (number(entry, "asked") or 0) * entry.get("samples", 1)
-    few = ", all there are" if entry.get("episodes", 0) + entry.get("unfinished", 0) < asked else ""
+    unfinished = entry.get("unfinished", 0)
+    nothing = f", {unfinished} came to nothing" if unfinished else ""
+    few = ", all there are" if entry.get("episodes", 0) + unfinished < asked else ""
     return (
         f"{percent(number(entry, 'success_rate'))} [{fixed(100 * low if low is not None else None, 1)}, "
-        f"{fixed(100 * high if high is not None else None, 1)}] of {tasks}{played}{few}"
+        f"{fixed(100 * high if high is not None else None, 1)}] of {tasks}{played}{few}{nothing}"
     )
 
 
@@ -263,31 +277,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     span = high - low
     return "".join(_BARS[int((value - low) / span * (len(_BARS) - 1)) if span else 0] for value in shown)
-
-
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def fixed(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def scientific(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
-
-
-def count(entry: Mapping[str, Any], *names: str) -> str:
-    """The first of these that is known, as a whole number."""
-    return next((f"{int(value):,}" for name in names if (value := number(entry, name)) is not None), "-")
-
-
-def clock(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(max(int(seconds), 0), 60)  # less by another machine's clock
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 # ------------------------------------------------------------------------------------------------------ status of a run

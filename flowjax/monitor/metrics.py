@@ -1,5 +1,5 @@
 """A run's progress on disk: `metrics.jsonl`, one JSON object a line, appended by several processes and read while it
-grows; and `status-<role>.json`, replaced again and again."""
+grows; and `status-<role>.json`, replaced again and again. And how numbers of it are written for people."""
 
 import contextlib
 import fcntl
@@ -327,3 +327,28 @@ def printable(text: str) -> str:
 def number(entry: Mapping[str, Any], name: str) -> float | None:
     value = entry.get(name)
     return value if isinstance(value, int | float) else None
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def fixed(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def scientific(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def count(entry: Mapping[str, Any], *names: str) -> str:
+    """The first of these that is known, as a whole number."""
+    return next((f"{int(value):,}" for name in names if (value := number(entry, name)) is not None), "-")
+
+
+def clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(max(int(seconds), 0), 60)  # less by another machine's clock
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -8,10 +8,18 @@ from rich.console import Console
 
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.launch.machine import hold
-from flowjax.launch.screen import Screen, clock, figures, plain_line, render_status, sparkline, summary
+from flowjax.launch.screen import Screen, figures, plain_line, render_status, sparkline, summary
 from flowjax.monitor import metrics
 from flowjax.monitor.diagnosis import diagnose
-from flowjax.monitor.metrics import RECENT_STEPS, MetricsWriter, Progress, RoleState, read_status, write_status
+from flowjax.monitor.metrics import (
+    RECENT_STEPS,
+    MetricsWriter,
+    Progress,
+    RoleState,
+    clock,
+    read_status,
+    write_status,
+)
 
 
 def step_line(step, **more):
@@ -129,10 +137,13 @@ def test_without_a_terminal_each_step_is_one_line_told_once(tmp_path):
     writer.write("eval", step=20, success_rate=0.5, low=0.4, high=0.6, **drawn)
     often = drawn | {"episodes": 16 * 44, "samples": 16}  # more episodes than tasks were asked for
     writer.write("eval", step=30, success_rate=0.5, low=0.4, high=0.6, **often)
+    lost = {"asked": 64, "tasks": 60, "episodes": 60, "unfinished": 4}
+    writer.write("eval", step=40, success_rate=0.5, low=0.4, high=0.6, **lost)
     screen.refresh()
     screen.close()
     lines = console.export_text().splitlines()
-    assert len(lines) == 5 and lines[4].endswith("of 42 tasks in 704 episodes, all there are")
+    assert len(lines) == 6 and lines[4].endswith("of 42 tasks in 704 episodes, all there are")
+    assert lines[5] == "held out, version 40: success 50.0 % [40.0, 60.0] of 60, 4 came to nothing"
     assert lines[3] == "held out, version 20: success 50.0 % [40.0, 60.0] of 42 tasks in 44 episodes, all there are"
     assert lines[0].startswith(
         "step 2/10  success 75.0 %  reward 0.500  invalid -  no signal 40.0 %  staleness 0.50  k3 2.0e-08  4.0 s"

@@ -1,6 +1,7 @@
 """The report's page, opened and clicked through in a headless Chromium as a reader does."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -258,6 +259,20 @@ def test_runs_are_shown_side_by_side_with_what_differs(tmp_path: Path):
         assert len(charts) > 5 and charts[0][0] == "Held-out success"
         assert all(labels == ["a, 2 seeds", "c"] and bands == 1 for _, bands, labels, _ in charts)
         assert len({tuple(colours) for *_, colours in charts}) == 1, "a method has one colour in all charts"
+
+    visit(read)
+
+
+def test_episodes_that_came_to_nothing_are_named_beside_the_result(tmp_path: Path):
+    run = record_run(tmp_path / "run", steps=1)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lost = [line | {"unfinished": 3} if line["kind"] == "eval" and line["step"] else line for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lost))
+    assert main([str(run)]) == 0
+
+    async def read(opened: Browser) -> None:
+        await opened.open(run / "report.html")
+        assert "Not counted: 3 episodes at step 1 that came to nothing." in await opened.text(".verdict")
 
     visit(read)
 

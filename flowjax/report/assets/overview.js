@@ -33,12 +33,13 @@ function verdicts(run) {
   if (!found.length) return [make("p", {class: "verdict"}, `${name}nothing was evaluated, so nothing is known of held-out tasks (config.eval.tasks).`)];
   const [first, final] = [found[0], found.at(-1)];
   const said = (one) => `${percent(one.success_rate)} [${percent(one.low)}, ${percent(one.high)}]`;
-  if (first === final) return [make("p", {class: "verdict"}, `${name}held-out success ${said(final)} of ${number(final.tasks)} tasks, at step ${final.step}. There is nothing to compare it with yet.`)];
+  const lost = [...new Set([first, final])].filter((one) => one.unfinished).map((one) => ` Not counted: ${counted(one.unfinished, "episode")} at step ${one.step} that came to nothing.`).join("");
+  if (first === final) return [make("p", {class: "verdict"}, `${name}held-out success ${said(final)} of ${number(final.tasks)} tasks, at step ${final.step}. There is nothing to compare it with yet.${lost}`)];
   const change = 100 * (final.success_rate - first.success_rate);
   const apart = final.low > first.high ? "It learned: the intervals do not overlap."
     : final.high < first.low ? "It got worse: the intervals do not overlap." : "The intervals overlap: by itself this does not show that it learned.";
   return [make("p", {class: "verdict"}, make("strong", {}, `${name}held-out success ${percent(first.success_rate)} → ${percent(final.success_rate)}`),
-    ` (${change >= 0 ? "+" : "−"}${Math.abs(change).toFixed(1)} points). Step ${first.step}: ${said(first)}, step ${final.step}: ${said(final)}, 95 % intervals over ${number(final.tasks)} tasks. ${apart}`)];
+    ` (${change >= 0 ? "+" : "−"}${Math.abs(change).toFixed(1)} points). Step ${first.step}: ${said(first)}, step ${final.step}: ${said(final)}, 95 % intervals over ${number(final.tasks)} tasks. ${apart}${lost}`)];
 }
 
 function problemsOf() {
