@@ -4,6 +4,7 @@ One table of rules, for the live screen, the summary and the report alike. A rul
 first, and answers with a sentence or with nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +15,7 @@ _FEWEST_STEPS = 5  # that anything is said of: fewer say little
 _NO_SIGNAL = 0.9  # of the groups
 _SPLIT = 0.2  # a success rate between this and 1 less this is neither nearly all nor nearly none
 _CUT = 0.1  # of the replies
+_INVALID = 0.5  # of the replies: a policy that acts this seldom learns little, though it never got worse
 _COLLAPSED = 0.1  # of the entropy of the first steps
 _MASTERED = 0.95  # success that a policy without entropy has earned
 _MISMATCH_KL = 0.05  # per token; bfloat16 engines are at 1e-4 to 1e-2
@@ -48,6 +50,18 @@ def diagnose(train: Lines) -> list[Symptom]:
         for rule, find in RULES.items()
         if (text := find(lines))
     ]
+
+
+def not_judged(train: Lines) -> list[str]:
+    """Sentences on the policies that have made too few steps for some rules, or for all."""
+    found = []
+    for policy, steps in Counter(str(line.get("policy", "")) for line in train).items():
+        if steps < _FEWEST_STEPS:
+            found.append(f"{policy or 'the policy'}: fewer than {_FEWEST_STEPS} steps, not judged yet")
+        elif steps < 2 * _FEWEST_STEPS:
+            late = "entropy and the rise of invalid replies are not judged yet"
+            found.append(f"{policy or 'the policy'}: fewer than {2 * _FEWEST_STEPS} steps, {late}")
+    return found
 
 
 def _no_signal(lines: Lines) -> str:
@@ -94,10 +108,20 @@ def _invalid(lines: Lines) -> str:
     first, newest = _both_ends(lines, "invalid_share")
     began, now = mean(first, "invalid_share", by="turns"), mean(newest, "invalid_share", by="turns")
     if began is None or now is None or now <= began + max(0.05, began / 2):
-        return ""
+        return _mostly_invalid(lines)
     return (
         f"invalid replies have risen from {100 * began:.1f} % (first {len(first)} steps) to {100 * now:.1f} % (last "
         f"{len(newest)}): it may be learning not to act; read the report's episodes, and see config.credit"
+    )
+
+
+def _mostly_invalid(lines: Lines) -> str:
+    share = mean(_newest(lines, "invalid_share"), "invalid_share", by="turns")
+    if share is None or share <= _INVALID:
+        return ""
+    return (
+        f"{100 * share:.0f} % of the replies of the last steps name no legal action: read them in the report's "
+        "episodes; a longer warm start, or another config.env.prompt, shows the policy how actions are written"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, load_run
-from flowjax.monitor.diagnosis import diagnose
+from flowjax.monitor.diagnosis import diagnose, not_judged
 from flowjax.monitor.held_out import oldest_first, read_held_out, summarise
 from flowjax.monitor.metrics import evaluation_lines, read_metrics
 from flowjax.monitor.provenance import read_starts
@@ -59,6 +59,7 @@ def overview(run_dir: Path) -> dict[str, Any]:
         "policies": _by_policy(train),
         "evaluations": list(_evaluations(evaluations)),
         "problems": [str(finding) for finding in diagnose(train)],
+        "unjudged": not_judged(train),
         "timeline": timeline(train, evaluations, events, warm_start, paused),
         "spent": spent(train, evaluations, warm_s, wall_s),
         "events": [

@@ -352,7 +352,8 @@ def write_invalid(folder, policy, shares, **more):
     [
         ([0.13] * 10 + [0.84] * 10, "invalid replies have risen from 13.0 % (first 10 steps) to 84.0 % (last 10)"),
         ([0.0] * 5 + [0.06] * 5, "from 0.0 % (first 5 steps) to 6.0 % (last 5)"),
-        ([0.5] * 10 + [0.7] * 10, ""),  # more than half as many again, it would have to be
+        ([0.3] * 10 + [0.44] * 10, ""),  # more than half as many again, it would have to be
+        ([0.5] * 10 + [0.7] * 10, "70 % of the replies of the last steps name no legal action"),
         ([0.02, 0.04] * 10, ""),
         ([0.84] * 10 + [0.13] * 10, ""),
         ([0.0] * 4 + [1.0] * 4, ""),  # too few to tell

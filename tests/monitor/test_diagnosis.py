@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flowjax.monitor.diagnosis import RULES, diagnose
+from flowjax.monitor.diagnosis import RULES, diagnose, not_judged
 
 HEALTHY = {
     "success_rate": 0.5,
@@ -67,6 +67,18 @@ def test_groups_that_are_all_won_want_harder_tasks():
 
 def test_a_policy_that_has_mastered_its_tasks_may_have_no_entropy():
     assert diagnose(lines({"entropy": (0.5, 0.001), "success_rate": (0.5, 1.0)})) == []
+
+
+@pytest.mark.parametrize("count", [5, 100])
+def test_a_policy_that_never_acted_is_told_so_though_nothing_got_worse(count: int):
+    (finding,) = diagnose(lines({"invalid_share": (1.0, 1.0)}, count))
+    assert finding.rule == "invalid replies" and "100 % of the replies of the last steps" in finding.text
+
+
+def test_steps_that_are_too_few_for_a_rule_are_named():
+    assert not_judged([]) == not_judged(lines(count=10)) == []
+    assert not_judged(lines(count=4)) == ["agent: fewer than 5 steps, not judged yet"]
+    assert "fewer than 10 steps, entropy" in not_judged(lines(count=9))[0]
 
 
 def test_every_policy_is_judged_alone():

@@ -248,9 +248,9 @@ def test_runs_are_shown_side_by_side_with_what_differs(tmp_path: Path):
         assert "optimizer.learning_rate" in await opened.text()
         assert await opened.run("DATA.methods") == [[0, 1], [2]]
         await opened.open(out, "#overview")
-        assert "2 seeds" in await opened.text() and await opened.run(
-            "document.querySelectorAll('.chart polygon').length > 5"
-        )
+        text = await opened.text()
+        assert "a, agent: fewer than 5 steps, not judged yet" in text and "No rule" not in text
+        assert "2 seeds" in text and await opened.run("document.querySelectorAll('.chart polygon').length > 5")
         charts = await opened.run(
             "[...document.querySelectorAll('.chart')].map(c => [c.querySelector('figcaption').firstChild.textContent, "
             "c.querySelectorAll('polygon').length, [...c.querySelectorAll('.legend li')].map(l => l.textContent), "
@@ -309,6 +309,7 @@ def test_the_folder_of_an_evaluation_is_read_turn_by_turn(tmp_path: Path, model:
     async def read(opened: Browser) -> None:
         await opened.open(folder / "report.html")
         text = await opened.text()
+        assert "rule of the diagnosis" not in text and "judged" not in text, "no rule is about an evaluation"
         assert "of 24 tasks, at step 1" in text and "keep_trajectories" not in text
         await opened.click("#tab-episodes")
         await opened.until("document.body.dataset.ready === 'episodes'")

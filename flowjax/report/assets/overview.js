@@ -43,9 +43,12 @@ function verdicts(run) {
 }
 
 function problemsOf() {
-  const found = DATA.runs.flatMap((run) => run.problems.map((text) => DATA.runs.length > 1 ? `${run.name}, ${text}` : text));
-  return found.length ? make("div", {class: "problems", role: "note"}, make("h2", {}, "What looks wrong"), make("ul", {}, found.map((text) => make("li", {}, text))))
-    : make("p", {class: "fine"}, "No rule of the diagnosis is broken: signal, entropy, cut and invalid replies, mismatch, skipped updates.");
+  const of = (name) => DATA.runs.flatMap((run) => run[name].map((text) => DATA.runs.length > 1 ? `${run.name}, ${text}` : text));
+  const found = of("problems"), early = of("unjudged");
+  const isTrained = DATA.runs.some((run) => Object.keys(run.policies).length);  // rules are about training: an evaluation breaks none
+  return [found.length ? make("div", {class: "problems", role: "note"}, make("h2", {}, "What looks wrong"), make("ul", {}, found.map((text) => make("li", {}, text)))) : null,
+    early.length ? make("p", {class: "hint"}, `Diagnosis: ${early.join("; ")}.`) : null,
+    isTrained && !found.length && !early.length ? make("p", {class: "fine"}, "No rule of the diagnosis is broken: signal, entropy, cut and invalid replies, mismatch, skipped updates.") : null];
 }
 
 // The lines of all charts: one for every method and policy, with the same colour in each.
