@@ -16,11 +16,13 @@ from rich.text import Text
 from flowjax.launch.machine import check_unused
 from flowjax.launch.pool import pool_lines
 from flowjax.monitor.metrics import (
+    NOT_FINITE,
     Progress,
     RoleState,
     clock,
     count,
     fixed,
+    measured,
     number,
     percent,
     printable,
@@ -192,9 +194,9 @@ def plain_line(entry: Mapping[str, Any], progress: Progress, steps: Mapping[str,
         done = f"{entry.get('policy')}: step {step}" if progress.several else f"step {step}/{sum(steps.values())}"
         return (
             f"{done}  success {percent(number(entry, 'success_rate'))}"
-            f"  reward {fixed(number(entry, 'reward_mean'))}  invalid {percent(number(entry, 'invalid_share'))}"
+            f"  reward {fixed(measured(entry, 'reward_mean'))}  invalid {percent(number(entry, 'invalid_share'))}"
             f"  no signal {percent(number(entry, 'no_signal_share'))}"
-            f"  staleness {fixed(number(entry, 'staleness_mean'), 2)}  k3 {scientific(number(entry, 'mismatch_kl'))}"
+            f"  staleness {fixed(number(entry, 'staleness_mean'), 2)}  k3 {scientific(measured(entry, 'mismatch_kl'))}"
             f"  {fixed(number(entry, 'total_s'), 1)} s"
             f" (wait {fixed(number(entry, 'wait_s'), 1)}, step {fixed(number(entry, 'step_s'), 1)},"
             f" save {fixed(number(entry, 'save_s'), 2)})  {clock(progress.remaining_s(steps))} left"
@@ -236,10 +238,9 @@ def summary(progress: Progress, *, wall_s: float, states: Mapping[str, RoleState
     for warning in progress.symptoms:
         table.add_row("warning", str(warning))
     k3 = [value for entry in progress.train if (value := number(entry, "mismatch_kl")) is not None]
-    table.add_row(
-        "sampler-trainer mismatch, k3",
-        f"{scientific(sum(k3) / len(k3) if k3 else None)} mean, {scientific(max(k3, default=None))} worst step",
-    )
+    lost = sum(entry.get("mismatch_kl") in NOT_FINITE for entry in progress.train)
+    worst = f"{scientific(max(k3, default=None))} worst step{f', not finite in {lost} steps' if lost else ''}"
+    table.add_row("sampler-trainer mismatch, k3", f"{scientific(sum(k3) / len(k3) if k3 else None)} mean, {worst}")
     if restarted := [f"{name} {state.restarts}" for name, state in (states or {}).items() if state.restarts]:
         table.add_row("restarts", ", ".join(restarted))
     table.add_row("wall time of this launch", clock(wall_s))

@@ -18,6 +18,7 @@ from flowjax.monitor.diagnosis import RECENT_STEPS, Symptom, diagnose, mean
 from flowjax.monitor.trouble import write_whole
 
 METRICS_FILE = "metrics.jsonl"
+NOT_FINITE = ("nan", "inf", "-inf")  # how a line has such a value
 _DURABLE = ("train", "eval")  # kinds of line that the ledger or a checkpoint says is there: nobody writes it again
 
 
@@ -280,12 +281,12 @@ class Progress:
         return self._by_policy.values() if self._apart else (self.train,)
 
     def recent(self, name: str) -> float | None:
-        """Mean of a metric over the last steps."""
-        values = [value for entry in self.train[-RECENT_STEPS:] if (value := number(entry, name)) is not None]
+        """Mean of a metric over the last steps; nan where one of them is."""
+        values = [value for entry in self.train[-RECENT_STEPS:] if (value := measured(entry, name)) is not None]
         return statistics.fmean(values) if values else None
 
     def last(self, name: str) -> float | None:
-        return number(self.train[-1], name) if self.train else None
+        return measured(self.train[-1], name) if self.train else None
 
     def success(self) -> float | None:
         """Share of the episodes of the last steps that succeeded."""
@@ -327,6 +328,11 @@ def printable(text: str) -> str:
 def number(entry: Mapping[str, Any], name: str) -> float | None:
     value = entry.get(name)
     return value if isinstance(value, int | float) else None
+
+
+def measured(entry: Mapping[str, Any], name: str) -> float | None:
+    """As `number`, and nan or infinite where the line has that."""
+    return float(entry[name]) if entry.get(name) in NOT_FINITE else number(entry, name)
 
 
 def percent(value: float | None) -> str:

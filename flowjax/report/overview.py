@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from flowjax.config import ConfigError, load_run
 from flowjax.monitor.diagnosis import diagnose, not_judged
 from flowjax.monitor.held_out import oldest_first, read_held_out, summarise
-from flowjax.monitor.metrics import evaluation_lines, read_metrics
+from flowjax.monitor.metrics import NOT_FINITE, evaluation_lines, read_metrics
 from flowjax.monitor.provenance import read_starts
 
 _SEED_FIELDS = ("seed", "name", "runs")  # in which the seeds of one method differ, and nothing else
@@ -85,7 +85,7 @@ def _played(file: Path) -> dict[str, Any]:
 
 
 def _by_policy(train: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Columns of numbers by policy and metric; None where a step has none."""
+    """Columns of numbers by policy and metric: None where a step has none, the name of one that is not finite."""
     found: dict[str, Any] = {}
     for policy in dict.fromkeys(str(entry.get("policy", "")) for entry in train):
         lines = [entry for entry in train if str(entry.get("policy", "")) == policy]
@@ -102,7 +102,9 @@ def _evaluations(entries: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any
         yield {name: entry[name] for name in _EVALUATED if name in entry}
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any) -> float | str | None:
+    if value in NOT_FINITE:
+        return value
     return float(f"{value:.5g}") if isinstance(value, int | float) and math.isfinite(value) else None
 
 

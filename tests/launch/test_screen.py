@@ -308,6 +308,19 @@ def test_summary_compares_before_and_after(tmp_path):
         assert part in table, part
 
 
+def test_values_that_are_not_finite_are_shown_and_counted(tmp_path):
+    writer = write_run(tmp_path, steps=2)
+    for step in (3, 4):
+        writer.write("train", **step_line(step, mismatch_kl=float("nan"), reward_mean=float("inf")))
+    progress = Progress(tmp_path)
+    progress.update()
+    shown = dict(figures(progress, {}, {}))
+    assert shown["mismatch k3"].startswith("nan, ") and shown["reward"].startswith("inf, ")
+    assert "reward inf " in (line := plain_line(progress.train[-1], progress, {"agent": 4})) and "k3 nan " in line
+    table = " ".join(text_of(summary(progress, wall_s=1)).split())
+    assert "2.0e-08 worst step, not finite in 2 steps" in table
+
+
 def test_status_that_is_being_written_is_no_status(tmp_path):
     assert read_status(tmp_path, "rollout") == {}
     (tmp_path / "status-rollout.json").write_text('{"in_fl')

@@ -74,6 +74,27 @@ def test_a_chart_compares_what_is_smoothed_alike(page: Path):
     visit(read)
 
 
+def test_values_that_are_not_finite_cut_a_line_and_are_read_out(tmp_path: Path):
+    run = record_run(tmp_path / "run", steps=2)
+    for step, entropy in enumerate((0.3, 0.3, float("nan"), 0.3, 0.3, float("nan"), float("nan")), 3):
+        MetricsWriter(run).write("train", step=step, policy="agent", entropy=entropy)
+    assert main([str(run)]) == 0
+    chart = "[...document.querySelectorAll('.chart')].find(c => c.textContent.startsWith('Entropy'))"
+
+    async def read(opened: Browser) -> None:
+        await opened.open(run / "report.html")
+        assert await opened.run(f"{chart}.querySelectorAll('polyline').length") == 2, "before and after a nan"
+        assert await opened.run(f"{chart}.querySelector('output').textContent") == "Step 9: not finite (nan)"
+        labels = await opened.run(f"[...{chart}.querySelectorAll('svg > text')].map(t => t.textContent)")
+        assert {"2", "8"} <= set(labels), "the scale has the steps whose values are not finite"
+        columns = "[{x: [1, 2, 3], y: [1, 1, 1]}, {x: [1, 2, 3], y: [3, 'nan', 3]}]"
+        assert (await opened.run(f"banded({columns}).y")) == [2, "nan", 2]
+        await opened.run("document.querySelector('details:has(#step)').open = true")
+        assert "Entropy\tnot finite (nan)" in await opened.text()
+
+    visit(read)
+
+
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_every_question_about_a_run_is_answered(page: Path, width: int):
     """Did it learn, where did the time go, how many groups had no signal at step 150, what does a failed held-out

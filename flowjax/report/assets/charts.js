@@ -2,12 +2,12 @@
 
 const CHART = {width: 460, height: 210, left: 52, right: 12, top: 10, bottom: 30};
 
-// `series`: [{label, colour, dashed, x, y, low, high, band, marks}]. Without a line where a value is missing; `band` fills between low and high, `marks` draws points with bars.
+// `series`: [{label, colour, dashed, x, y, low, high, band, marks}]. A line is cut where a value is not finite ("nan"), and goes on where a step has none; `band` fills between low and high, `marks` draws points with bars.
 function lineChart({title, series, share = false, help = ""}) {
   const known = series.map((one) => ({...one, at: one.x.map((_, i) => i).filter((i) => isNumber(one.y[i]))}))
     .filter((one) => one.at.length);
   if (!known.length) return null;
-  const xs = known.flatMap((one) => one.at.map((i) => one.x[i]));
+  const xs = known.flatMap((one) => one.x.filter((_, i) => isNumber(one.y[i]) || isName(one.y[i])));
   const ys = known.flatMap((one) => one.at.flatMap((i) => [one.y[i], one.low?.[i], one.high?.[i]].filter(isNumber)));
   const scale = scales(xs, ys, share);
   const svg = make("svg", {viewBox: `0 0 ${CHART.width} ${CHART.height}`, role: "img", tabindex: "0", "aria-label": spoken(title, known, share)});
@@ -17,9 +17,10 @@ function lineChart({title, series, share = false, help = ""}) {
   for (const one of known) svg.append(...(one.marks ? marksOf(one, scale) : lineOf(one, scale, smooth)));
   const cursor = make("line", {class: "cursor", y1: CHART.top, y2: CHART.height - CHART.bottom, visibility: "hidden"});
   svg.append(cursor);
-  const output = make("output", {class: "readout", "aria-live": "polite"}, last(known, share));
+  const output = make("output", {class: "readout", "aria-live": "polite"}, "");
   const steps = [...new Set(xs)].sort((a, b) => a - b);
   let place = steps.length - 1;
+  output.textContent = readout(known, steps[place], share);
   const read = (to) => {
     place = Math.max(0, Math.min(steps.length - 1, to));
     const x = scale.x(steps[place]);
@@ -40,7 +41,8 @@ function lineChart({title, series, share = false, help = ""}) {
 }
 
 function isNumber(value) { return typeof value === "number" && Number.isFinite(value); }
-function shown(value, share) { return share ? percent(value) : number(value); }
+function isName(value) { return typeof value === "string"; }  // "nan", "inf"
+function shown(value, share) { return isName(value) ? `not finite (${value})` : share ? percent(value) : number(value); }
 
 function scales(xs, ys, share) {
   let [low, high] = [Math.min(...ys), Math.max(...ys)];
@@ -79,17 +81,22 @@ function tickText(value) {
 }
 
 function lineOf(one, scale, smooth) {
-  const points = one.at.map((i) => [scale.x(one.x[i]), scale.y(one.y[i])]);
-  const parts = [];
-  if (one.band) parts.push(bandOf(one, scale));
-  const bold = smooth ? averaged(one.at.map((i) => one.y[i])).map((y, place) => [points[place][0], scale.y(y)]) : points;
-  if (smooth) parts.push(make("polyline", {points: joined(points), fill: "none", stroke: one.colour, "stroke-width": 1, opacity: "0.3"}));
-  parts.push(make("polyline", {points: joined(bold), fill: "none", stroke: one.colour, "stroke-width": 2, "stroke-dasharray": one.dashed ? "6 3" : "none"}));
-  if (points.length === 1) parts.push(make("circle", {cx: points[0][0], cy: points[0][1], r: 3, fill: one.colour}));
-  return parts;
+  const drawn = (points, options) => make("polyline", {points: joined(points), fill: "none", stroke: one.colour, ...options});
+  return unbroken(one).flatMap((at) => {
+    const points = at.map((i) => [scale.x(one.x[i]), scale.y(one.y[i])]);
+    const bold = smooth ? averaged(at.map((i) => one.y[i])).map((y, place) => [points[place][0], scale.y(y)]) : points;
+    return [one.band ? bandOf(one, at, scale) : "", smooth ? drawn(points, {"stroke-width": 1, opacity: "0.3"}) : "",
+      drawn(bold, {"stroke-width": 2, "stroke-dasharray": one.dashed ? "6 3" : "none"}),
+      at.length === 1 ? make("circle", {cx: points[0][0], cy: points[0][1], r: 3, fill: one.colour}) : ""].filter(Boolean);
+  });
 }
-function bandOf(one, scale) {
-  const edge = [...one.at.map((i) => [one.x[i], one.high[i]]), ...[...one.at].reverse().map((i) => [one.x[i], one.low[i]])];
+function unbroken(one) {
+  const parts = [[]];
+  one.y.forEach((value, i) => { if (isNumber(value)) parts.at(-1).push(i); else if (isName(value)) parts.push([]); });
+  return parts.filter((at) => at.length);
+}
+function bandOf(one, at, scale) {
+  const edge = [...at.map((i) => [one.x[i], one.high[i]]), ...[...at].reverse().map((i) => [one.x[i], one.low[i]])];
   return make("polygon", {points: joined(edge.map(([x, y]) => [scale.x(x), scale.y(y)])), fill: one.colour, opacity: "0.18"});
 }
 function joined(points) { return points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join(" "); }
@@ -103,19 +110,18 @@ function averaged(values, window = 10) {
 
 function marksOf(one, scale) {
   const line = one.at.length > 1 ? [make("polyline", {points: joined(one.at.map((i) => [scale.x(one.x[i]), scale.y(one.y[i])])), fill: "none", stroke: one.colour, "stroke-width": 1, "stroke-dasharray": "4 3"})] : [];
-  return (one.band ? [bandOf(one, scale)] : []).concat(line, one.at.flatMap((i) => [
+  return (one.band ? [bandOf(one, one.at, scale)] : []).concat(line, one.at.flatMap((i) => [
     isNumber(one.low?.[i]) ? make("line", {x1: scale.x(one.x[i]), x2: scale.x(one.x[i]), y1: scale.y(one.low[i]), y2: scale.y(one.high[i]), stroke: one.colour, "stroke-width": 2}) : "",
     make("circle", {cx: scale.x(one.x[i]), cy: scale.y(one.y[i]), r: 4, fill: one.dashed ? "none" : one.colour, stroke: one.colour})])).filter(Boolean);
 }
 
 function readout(known, step, share) {
-  const found = known.map((one) => [one, one.at.find((i) => one.x[i] === step)]).filter(([, i]) => i !== undefined);
+  const found = known.map((one) => [one, one.x.indexOf(step)]).filter(([one, i]) => isNumber(one.y[i]) || isName(one.y[i]));
   return `Step ${step}: ` + found.map(([one, i]) => {
     const range = isNumber(one.low?.[i]) ? ` [${shown(one.low[i], share)}, ${shown(one.high[i], share)}]` : "";
     return `${known.length > 1 ? `${one.label} ` : ""}${shown(one.y[i], share)}${range}`;
   }).join(", ");
 }
-function last(known, share) { return readout(known, Math.max(...known.flatMap((one) => one.at.map((i) => one.x[i]))), share); }
 function spoken(title, known, share) {
   return known.map((one) => {
     const values = one.at.map((i) => one.y[i]);

@@ -73,9 +73,9 @@ function trained(metric) {
 }
 function banded(columns) {
   const byStep = new Map();
-  for (const one of columns) one.x.forEach((step, i) => { if (isNumber(one.y[i])) byStep.set(step, [...(byStep.get(step) || []), one.y[i]]); });
+  for (const one of columns) one.x.forEach((step, i) => { if (isNumber(one.y[i]) || isName(one.y[i])) byStep.set(step, [...(byStep.get(step) || []), one.y[i]]); });
   // A step that one seed lacks, since it ended or is behind, would be a mean of others.
-  const x = [...byStep.keys()].filter((step) => byStep.get(step).length === columns.length).sort((a, b) => a - b), of = (f) => x.map((step) => f(byStep.get(step)));
+  const x = [...byStep.keys()].filter((step) => byStep.get(step).length === columns.length).sort((a, b) => a - b), of = (f) => x.map((step) => byStep.get(step).find(isName) ?? f(byStep.get(step)));
   return {x, y: of((all) => all.reduce((sum, value) => sum + value, 0) / all.length), low: of((all) => Math.min(...all)), high: of((all) => Math.max(...all))};
 }
 
