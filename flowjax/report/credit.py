@@ -60,7 +60,10 @@ def _values(group: RecordedGroup, options: Mapping[str, Any]) -> list[list[tuple
 
 
 def _graph(shown: Mapping[str, Any], values: Sequence[Sequence[tuple[float, float, float]]]) -> dict[str, Any]:
-    """States with their drawing, value and visits; moves with their advantage and the turns that made them."""
+    """States with their drawing, value and visits; moves with their actions, advantage and the turns that made them.
+
+    A move is all that led from one state to another: several actions may, such as all steps against a wall.
+    """
     nodes: dict[str, dict[str, Any]] = {}
     edges: dict[tuple[str, str], dict[str, Any]] = {}
     for place, episode in enumerate(shown["episodes"]):
@@ -78,10 +81,9 @@ def _graph(shown: Mapping[str, Any], values: Sequence[Sequence[tuple[float, floa
             target = _node(nodes, target_id, *seen, earned if is_last else 0.0)
             if is_last:
                 target["end"], target["visits"] = ("won" if won else "lost"), target["visits"] + 1
-            edge = edges.setdefault((turn["state"], target_id), {"moves": [], "actions": Counter(), "given": []})
+            edge = edges.setdefault((turn["state"], target_id), {"moves": [], "given": defaultdict(list)})
             edge["moves"].append([place, number])
-            edge["actions"][turn["action"] or "no legal action"] += 1
-            edge["given"].append(turn.get("advantage", 0.0))
+            edge["given"][turn["action"] or "no legal action"].append(turn.get("advantage", 0.0))
     _lay_out(nodes, list(edges))
     return {
         "nodes": [{"id": name, **node} for name, node in nodes.items()],
@@ -90,12 +92,19 @@ def _graph(shown: Mapping[str, Any], values: Sequence[Sequence[tuple[float, floa
                 "source": source,
                 "target": target,
                 "moves": edge["moves"],
-                "action": edge["actions"].most_common(1)[0][0],
-                "advantage": round(float(np.mean(edge["given"])), 4),
+                "actions": [
+                    {"action": action, "count": len(given), "advantage": _mean(given)}
+                    for action, given in sorted(edge["given"].items(), key=lambda item: -len(item[1]))
+                ],
+                "advantage": _mean([each for given in edge["given"].values() for each in given]),
             }
             for (source, target), edge in edges.items()
         ],
     }
+
+
+def _mean(given: Sequence[float]) -> float:
+    return round(float(np.mean(given)), 4)
 
 
 def _last_seen(episode: Mapping[str, Any]) -> tuple[int, int]:

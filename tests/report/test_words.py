@@ -77,6 +77,19 @@ def test_every_move_of_a_graph_is_a_turn_and_every_turn_is_in_one_move(run: Path
         assert all({edge["source"], edge["target"]} <= names for edge in group["graph"]["edges"])
 
 
+def test_actions_that_lead_to_the_same_state_keep_their_own_credit(run: Path):
+    several = 0
+    for group in (group for step in range(6) for group in explained(run, step)[1]["groups"]):
+        for edge in group["graph"]["edges"]:
+            turns = [group["episodes"][e]["turns"][t] for e, t in edge["moves"]]
+            assert len(turns) == sum(each["count"] for each in edge["actions"])
+            for each in edge["actions"]:
+                given = [t["advantage"] for t in turns if (t["action"] or "no legal action") == each["action"]]
+                assert (each["count"], each["advantage"]) == (len(given), pytest.approx(np.mean(given), abs=1e-4))
+            several += len(edge["actions"]) > 1
+    assert several, "steps against two walls, for one"
+
+
 def test_where_the_time_went_adds_up(run: Path):
     data = overview(run)
     phases = data["spent"]["phases"]

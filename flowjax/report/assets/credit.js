@@ -63,8 +63,8 @@ function stateGraph(made, group, onmove) {
     const [path, tx, wanted] = route(at[edge.source], at[edge.target], x, y);
     let ty = wanted;
     while (labels.some((other) => Math.abs(other.x - tx) < 96 && Math.abs(other.y - ty) < 13)) ty += 13;
-    labels.push({x: tx, y: ty, text: make("text", {x: tx, y: ty, "text-anchor": "middle", class: "label"}, `${shorten(edge.action, 12)} ${signed(edge.advantage)}`)});
-    const name = `${edge.action}, advantage ${signed(edge.advantage)}, made ${counted(edge.moves.length, "time")}`;
+    labels.push({x: tx, y: ty, text: make("text", {x: tx, y: ty, "text-anchor": "middle", class: "label"}, `${labelOf(edge)} ${signed(edge.advantage)}`)});
+    const name = `${edge.actions.map((one) => one.action).join(" or ")}, advantage ${signed(edge.advantage)}, made ${counted(edge.moves.length, "time")}`;
     const element = make("g", {class: `edge ${kind}`, role: "button", tabindex: "0", "aria-label": name, onclick: () => choose(i),
       onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(i); } }},
       make("title", {}, name), make("path", {d: path, class: "hit"}),
@@ -85,6 +85,12 @@ function stateGraph(made, group, onmove) {
     });
   }
   return {element: make("div", {class: "scroll graphbox", tabindex: "0", role: "region", "aria-label": "State graph"}, svg), choose, highlight};
+}
+
+// Actions that lead from one state to the same other one share an arrow; none of them may pass for all.
+function labelOf(edge) {
+  const all = edge.actions.map((one) => one.action).join(" / ");
+  return edge.actions.length > 1 && all.length > 16 ? `${edge.actions.length} actions` : shorten(all, edge.actions.length > 1 ? 16 : 12);
 }
 
 function nodeBox(made, node, x, y, share) {
@@ -112,7 +118,9 @@ function route(source, target, x, y) {
 
 function showMove(panel, described, made, place, at) {
   const group = made.groups[place], edge = group.graph.edges[at];
-  replace(panel, make("h3", {}, `The move “${shorten(edge.action, 60)}”: ${signed(edge.advantage)} on average, made ${counted(edge.moves.length, "time")}`),
+  const each = edge.actions.map((one) => `“${shorten(one.action, 60)}” ${signed(one.advantage)} (×${one.count})`).join(", ");
+  replace(panel, make("h3", {}, edge.actions.length > 1 ? `Moves to the same state: ${each}; together ${signed(edge.advantage)} on average`
+    : `The move “${shorten(edge.actions[0].action, 60)}”: ${signed(edge.advantage)} on average, made ${counted(edge.moves.length, "time")}`),
     make("ol", {class: "why-list"}, alike(group, edge.moves).map(({episode, turns, reply, why}) =>
       make("li", {}, make("a", {href: `#episodes/${described.key}/${place}/${episode}`}, `episode ${episode + 1} (${wonOrLost(group.episodes[episode])}), ${spelled(turns)}`), ": ", make("code", {}, shorten(reply, 120)), " ", why))));
 }
