@@ -181,6 +181,28 @@ def test_two_episodes_of_a_group_are_read_side_by_side_and_tokens_are_coloured(p
     visit(read)
 
 
+def test_where_two_episodes_part_is_a_move_that_there_is(page: Path):
+    async def read(opened: Browser) -> None:
+        await opened.open(page)
+        episode = "{turns: [...MOVES].map((action) => ({action, state: ''})), status: 'ok', outcome: {}}"
+        said = {}
+        for one, two in (("ab", "ab"), ("a", "ab"), ("ab", "ac"), ("ab", "cb"), ("abc", "abd")):
+            group = f"{{episodes: [{','.join(episode.replace('MOVES', repr(moves)) for moves in (one, two))}]}}"
+            said[one, two] = await opened.run(
+                f"(() => {{ turnCard = () => ''; return sideBySide({{pictures: [], views: []}}, {group}, 0, 1)"
+                ".querySelector('.parting').textContent; })()"
+            )
+        assert list(said.values()) == [
+            "All their moves are the same.",
+            "Their first move is the same; then one of them ends.",
+            "Their first move is the same; they part at move 2.",
+            "They part at their first move.",
+            "Their first 2 moves are the same; they part at move 3.",
+        ]
+
+    visit(read)
+
+
 def test_an_address_that_leads_nowhere_says_so(page: Path):
     async def read() -> None:
         async with browser() as opened:

@@ -139,15 +139,18 @@ function colourScale(made, by) {
   };
 }
 
+function movesAre(count) { return count === 1 ? "move is" : `${count} moves are`; }
+
 // Two episodes of one group: what they share once, then one beside the other from where they part.
 function sideBySide(made, group, one, two, scale, run) {
   const [left, right] = [group.episodes[one], group.episodes[two]];
   let shared = 0;
-  while (shared < Math.min(left.turns.length, right.turns.length) && left.turns[shared].state === right.turns[shared].state && left.turns[shared].action === right.turns[shared].action) shared += 1;
+  const fewest = Math.min(left.turns.length, right.turns.length), alike = () => left.turns.length === right.turns.length ? "All their moves are the same." : `Their first ${movesAre(shared)} the same; then one of them ends.`;
+  while (shared < fewest && left.turns[shared].state === right.turns[shared].state && left.turns[shared].action === right.turns[shared].action) shared += 1;
   const column = (episode, name) => make("div", {class: "column"}, make("h3", {class: `outcome ${wonOrLost(episode)}`}, `${name}: ${wonOrLost(episode)}`),
     make("ol", {class: "turns", start: shared + 1}, episode.turns.slice(shared).map((_, i) => make("li", {}, turnCard(made, group, episode, shared + i, scale, run))), lastState(made, episode)));
   return make("div", {},
-    make("p", {class: "parting"}, shared === 0 ? "They part at their first move." : `Their first ${shared} moves are the same; they part at move ${shared + 1}.`),
-    shared ? make("details", {}, make("summary", {}, `The ${shared} moves they share`), make("ol", {class: "turns"}, left.turns.slice(0, shared).map((_, i) => make("li", {}, turnCard(made, group, left, i, scale, run))))) : null,
+    make("p", {class: "parting"}, shared === fewest ? alike() : shared === 0 ? "They part at their first move." : `Their first ${movesAre(shared)} the same; they part at move ${shared + 1}.`),
+    shared ? make("details", {}, make("summary", {}, `The ${counted(shared, "move")} they share`), make("ol", {class: "turns"}, left.turns.slice(0, shared).map((_, i) => make("li", {}, turnCard(made, group, left, i, scale, run))))) : null,
     make("div", {class: "beside"}, column(left, `Episode ${one + 1}`), column(right, `Episode ${two + 1}`)));
 }
