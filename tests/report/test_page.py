@@ -249,6 +249,14 @@ def test_words_are_found_in_replies(page: Path):
         found = int((await opened.text(".count")).split()[0])
         await opened.run("SECTIONS.episodes.search('no such word')")
         assert 0 < found < 24 and (await opened.text(".count")).startswith("0 ")
+        await opened.run("SECTIONS.episodes.search('none')")
+        for piece in ("piece-0-1", "piece-0-0"):  # the words are looked for anew in what is chosen
+            await choose(opened, "From", piece)
+            searched = (
+                f"SECTIONS.episodes.found && [...SECTIONS.episodes.found].every((one) => one.startsWith('{piece}/'))"
+            )
+            await opened.until(searched)
+        await opened.until(f"document.querySelector('.count').textContent.startsWith('{found} ')")
 
     visit(read)
 

@@ -3,12 +3,12 @@
 const ROWS = 100;  // of the list, at first
 
 SECTIONS.episodes = {
-  filters: {piece: "", outcome: "", kind: "", version: "", words: ""}, rows: ROWS, found: null, colour: "logprobs",
+  filters: {piece: "", outcome: "", kind: "", version: "", words: ""}, rows: ROWS, found: null, newest: null, colour: "logprobs",
   get absent() { return !DATA.runs.some((run) => run.pieces.length); },
   async show([key, group, episode, other]) {
     if (key && episode !== undefined) return this.read(key, Number(group), Number(episode), other === undefined ? null : Number(other));
     if (key !== undefined && key !== "") this.filters.piece = key;
-    this.list();
+    return this.list();
   },
 
   // ------------------------------------------------------------------------------------------------------------- list
@@ -21,13 +21,13 @@ SECTIONS.episodes = {
     replace(document.getElementById("section-episodes"),
       DATA.runs.flatMap((run) => run.notes.map((note) => make("p", {class: "hint"}, DATA.runs.length > 1 ? `${run.name}: ${note}` : note))),
       make("form", {class: "filters", role: "search", onsubmit: (event) => { event.preventDefault(); this.search(words.value); }},
-        choice("From", [["", "everything"], ...allPieces().map(({run, piece}) => [piece.key, `${DATA.runs.length > 1 ? `${run.name}, ` : ""}${piece.label}${piece.of > piece.groups ? ` (${piece.groups} of ${piece.of} groups)` : ""}`])], this.filters.piece, set("piece")),
+        choice("From", [["", "everything"], ...allPieces().map(({run, piece}) => [piece.key, `${DATA.runs.length > 1 ? `${run.name}, ` : ""}${piece.label}${piece.of > piece.groups ? ` (${piece.groups} of ${piece.of} groups)` : ""}`])], this.filters.piece, (value) => { this.filters.piece = value; this.rows = ROWS; this.search(this.filters.words); }),
         choice("Outcome", [["", "all"], ["won", "won"], ["lost", "lost"], ["invalid", "with invalid replies"], ["cut", "with cut replies"], ["failed", "machinery failed"]], this.filters.outcome, set("outcome")),
         values((e) => e.kind)[0] ? choice("Kind of task", [["", "all"], ...values((e) => e.kind).map((kind) => [kind, kind])], this.filters.kind, set("kind")) : null,
         choice("Version", [["", "all"], ...values((e) => e.versions).map((version) => [version, version])], this.filters.version, set("version")),
         make("label", {class: "field"}, make("span", {}, "Words"), words),
         make("button", {type: "submit"}, "Search")), this.target);
-    this.draw();
+    return this.search(this.filters.words);  // words were looked for in what was chosen then
   },
   matches(one) {
     const {piece, outcome, kind, version} = this.filters;
@@ -36,6 +36,7 @@ SECTIONS.episodes = {
       (!version || one.versions.includes(Number(version))) && (!this.found || this.found.has(`${one.piece.key}/${one.group}/${one.episode}`));
   },
   async search(words) {
+    const search = this.newest = Symbol();
     this.filters.words = words.trim();
     if (!this.filters.words) { this.found = null; return this.draw(); }
     const wanted = this.filters.words.toLowerCase(), found = new Set();
@@ -49,6 +50,7 @@ SECTIONS.episodes = {
         if (episode.turns.some(says) || group.task.toLowerCase().includes(wanted)) found.add(`${described.key}/${g}/${e}`);
       }));
     }
+    if (search !== this.newest) return;  // another began while this one read
     this.found = found;
     this.draw();
   },
