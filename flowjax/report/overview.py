@@ -52,7 +52,6 @@ def overview(run_dir: Path) -> dict[str, Any]:
         "name": run_dir.name,
         "folder": str(run_dir),
         "world": config.env.name.rpartition(":")[2],
-        "estimator": config.credit.name,
         "steps": config.trainer.steps,
         "config": dict(_flat(config.to_dict())),
         "starts": starts,

@@ -57,6 +57,7 @@ def make_page(runs: Sequence[Path], *, groups_per_step: int = 0, known: dict[Any
     for number, (run_dir, data) in enumerate(zip(runs, shown, strict=True)):
         run = read_run(run_dir)
         data |= {"pieces": [], "notes": [], "workflows": [], "weights": _weights(run)}
+        data["estimators"] = {name: policy.credit.name for name, policy in run.policies.items()}
         for packed, described in _pieces(run, groups_per_step, data["notes"], known):
             key = f"piece-{number}-{len(data['pieces'])}"
             data["pieces"].append({name: value for name, value in described.items() if name != "use"} | {"key": key})

@@ -330,7 +330,8 @@ def test_episodes_that_came_to_nothing_are_named_beside_the_result(tmp_path: Pat
 
 def test_a_reward_is_taken_apart_by_the_weights_of_its_own_policy(tmp_path: Path):
     weighted = {"reward": {"components": {"success": {"weight": 0.25}}}}
-    run = record_run(tmp_path / "run", steps=1, changes={"policies.agent": weighted, "policies.other": {}})
+    other = {"credit": {"name": "grpo", "options": {}}}
+    run = record_run(tmp_path / "run", steps=1, changes={"policies.agent": weighted, "policies.other": other})
     assert main([str(run)]) == 0
 
     async def read(opened: Browser) -> None:
@@ -339,6 +340,9 @@ def test_a_reward_is_taken_apart_by_the_weights_of_its_own_policy(tmp_path: Path
         await opened.open(run / "report.html", f"#episodes/{key}/0/0")
         await opened.until("document.querySelector('#section-episodes .outcome')")
         assert " × 0.25" in await opened.text("#section-episodes .outcome")
+        assert "with rewardflow and grpo, 1 steps" in await opened.text("#subtitle")
+        await opened.open(run / "report.html", f"#credit/{key}/0")
+        assert "credit by rewardflow." in await opened.text(), "the estimator of the policy that was credited"
 
     visit(read)
 

@@ -98,12 +98,15 @@ async function open() {
   document.body.dataset.ready = name;  // for whoever waits until the page has been drawn
 }
 
+// What gives credit in a run: one estimator, unless policies have their own.
+function creditOf(run) { return [...new Set(Object.values(run.estimators))].join(" and "); }
+
 function start() {
   const names = DATA.runs.map((run) => run.name);
   document.getElementById("title").textContent = names.join(", ");
   const first = DATA.runs[0];
   document.getElementById("subtitle").textContent = names.length > 1
-    ? `${names.length} runs` : `${first.world} with ${first.estimator}, ${first.steps} steps`;
+    ? `${names.length} runs` : `${first.world} with ${creditOf(first)}, ${first.steps} steps`;
   replace(document.getElementById("tabs"), TABS.filter(([id]) => SECTIONS[id] && !SECTIONS[id].absent).map(([id, text]) =>
     make("li", {}, make("a", {href: `#${id}`, id: `tab-${id}`}, text))));
   if (location.protocol.startsWith("http")) follow();

@@ -27,7 +27,7 @@ SECTIONS.credit = {
         choice("Batch", creditPieces().map(({run: of, piece}) => [piece.key, `${DATA.runs.length > 1 ? `${of.name}, ` : ""}${piece.label}`]), described.key, (key) => goTo("credit", key)),
         choice("Group", made.groups.map((one, i) => [i, `${i + 1}: ${one.episodes.filter((e) => wonOrLost(e) === "won").length} of ${one.episodes.length} won`]), place, (value) => goTo("credit", described.key, value)),
         graph ? choice("Path of", [["", "none"], ...paths], "", (value) => graph.highlight(value === "" ? null : Number(value))) : null),
-      make("p", {}, `${described.label}, task ${group.task}: ${won} of ${group.episodes.length} episodes won, credit by ${run.estimator}.` + (described.of > described.groups ? ` The page has ${described.groups} of the batch's ${described.of} groups.` : "")),
+      make("p", {}, `${described.label}, task ${group.task}: ${won} of ${group.episodes.length} episodes won, credit by ${run.estimators[described.policy]}.` + (described.of > described.groups ? ` The page has ${described.groups} of the batch's ${described.of} groups.` : "")),
       graph ? graph.element : make("p", {}, "This group has no turns."),
       panel,
       make("h3", {}, "Episodes of the group"),
