@@ -1,12 +1,13 @@
 """A run in the terminal: one live screen, plain lines where there is none, the table at the end; and its state, read
 from its folder at any time: `python -m flowjax.launch --status=<run folder>`."""
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -22,6 +23,7 @@ from flowjax.monitor.metrics import (
     clock,
     count,
     fixed,
+    interval,
     measured,
     number,
     percent,
@@ -29,6 +31,7 @@ from flowjax.monitor.metrics import (
     read_metrics,
     read_status,
     scientific,
+    sparkline,
 )
 from flowjax.run import read_run
 
@@ -41,7 +44,6 @@ _COLOURS = {
     "failed": "bold red",
 }
 _WIDE = 120  # columns of a terminal that has room for two figures side by side
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 class Screen:
@@ -254,32 +256,6 @@ def phases(progress: Progress) -> str:
     return f"{fixed(progress.recent('total_s'), 1)} = {' + '.join(parts)}"
 
 
-def interval(entry: Mapping[str, Any] | None) -> str:
-    """Success of an evaluation with its 95 % interval, the number of its tasks, and episodes that are left out."""
-    if entry is None:
-        return "-"
-    low, high = number(entry, "low"), number(entry, "high")
-    episodes = entry.get("episodes", "-")
-    tasks = entry.get("tasks", episodes)
-    played = "" if tasks == episodes else f" tasks in {episodes} episodes"
-    asked = (number(entry, "asked") or 0) * entry.get("samples", 1)
-    unfinished = entry.get("unfinished", 0)
-    nothing = f", {unfinished} came to nothing" if unfinished else ""
-    few = ", all there are" if entry.get("episodes", 0) + unfinished < asked else ""
-    return (
-        f"{percent(number(entry, 'success_rate'))} [{fixed(100 * low if low is not None else None, 1)}, "
-        f"{fixed(100 * high if high is not None else None, 1)}] of {tasks}{played}{few}{nothing}"
-    )
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` points of a curve as bars, scaled to what is shown."""
-    shown = values[-width:]
-    low, high = min(shown, default=0.0), max(shown, default=0.0)
-    span = high - low
-    return "".join(_BARS[int((value - low) / span * (len(_BARS) - 1)) if span else 0] for value in shown)
-
-
 # ------------------------------------------------------------------------------------------------------ status of a run
 
 _SILENT_S = 10.0  # a role that writes its status every second and has not for so long is away
@@ -312,7 +288,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             newest = lines_of_it[-1] if lines_of_it else {}
             seen, doing = _seen(newest, now_s, silent_s=run.config.trainer.step_timeout_s), _training(newest)
         roles.add_row(name, _state(states.get(name, {}), launched), seen, Text(printable(doing)))
-    policies = Table(
+    policies = _Turning(
         "policy", "step", "committed", "served", "lag", "ready groups", "open", "dropped", "ages", "oldest", "success",
         "invalid",
     )  # fmt: skip
@@ -350,6 +326,28 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     tables = (table for table in (workers, evaluations) if table.row_count)
     away = [Text(printable(f"{name} is sent away: {why}")) for name, why in dataflow.get("sent_away", {}).items()]
     return Group(roles, policies, *tables, *away, *pool_lines(run_dir))
+
+
+class _Turning:
+    """A table that is turned where the terminal is too narrow for it: a column for each of its rows."""
+
+    def __init__(self, *names: str):
+        self._rows: list[tuple[str, ...]] = [names]
+
+    def add_row(self, *cells: str) -> None:
+        self._rows.append(cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = _table(self._rows)
+        wanted = console.measure(table, options=options.update_width(sys.maxsize)).maximum
+        yield table if wanted <= options.max_width else _table(list(zip(*self._rows, strict=True)))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(*rows[0])
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
 
 
 def _state(role: Mapping[str, Any], launched: bool) -> Text:

@@ -18,6 +18,7 @@ from flowjax.monitor.diagnosis import RECENT_STEPS, Symptom, diagnose, mean
 from flowjax.monitor.trouble import write_whole
 
 METRICS_FILE = "metrics.jsonl"
+_BARS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = ("nan", "inf", "-inf")  # how a line has such a value
 _DURABLE = ("train", "eval")  # kinds of line that the ledger or a checkpoint says is there: nobody writes it again
 
@@ -358,3 +359,29 @@ def clock(seconds: float | None) -> str:
     minutes, rest = divmod(max(int(seconds), 0), 60)  # less by another machine's clock
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def interval(entry: Mapping[str, Any] | None) -> str:
+    """Success of an evaluation with its 95 % interval, the number of its tasks, and episodes that are left out."""
+    if entry is None:
+        return "-"
+    low, high = number(entry, "low"), number(entry, "high")
+    episodes = entry.get("episodes", "-")
+    tasks = entry.get("tasks", episodes)
+    played = "" if tasks == episodes else f" tasks in {episodes} episodes"
+    asked = (number(entry, "asked") or 0) * entry.get("samples", 1)
+    unfinished = entry.get("unfinished", 0)
+    nothing = f", {unfinished} came to nothing" if unfinished else ""
+    few = ", all there are" if entry.get("episodes", 0) + unfinished < asked else ""
+    return (
+        f"{percent(number(entry, 'success_rate'))} [{fixed(100 * low if low is not None else None, 1)}, "
+        f"{fixed(100 * high if high is not None else None, 1)}] of {tasks}{played}{few}{nothing}"
+    )
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last `width` points of a curve as bars, scaled to what is shown."""
+    shown = values[-width:]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    span = high - low
+    return "".join(_BARS[int((value - low) / span * (len(_BARS) - 1)) if span else 0] for value in shown)

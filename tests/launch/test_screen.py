@@ -8,7 +8,7 @@ from rich.console import Console
 
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.launch.machine import hold
-from flowjax.launch.screen import Screen, figures, plain_line, render_status, sparkline, summary
+from flowjax.launch.screen import Screen, figures, plain_line, render_status, summary
 from flowjax.monitor import metrics
 from flowjax.monitor.diagnosis import diagnose
 from flowjax.monitor.metrics import (
@@ -18,6 +18,7 @@ from flowjax.monitor.metrics import (
     RoleState,
     clock,
     read_status,
+    sparkline,
     write_status,
 )
 
@@ -462,6 +463,12 @@ def test_roles_queues_versions_and_ages_are_shown(run: Path):
     assert any("dataflow" in line and "(away)" in line and "3 failed (env error)" in line for line in lines)
     before, after = [line for line in lines if "evaluation" in line]
     assert "solver@0, verifier@0" in before and "50.0 %" in before and "solver@3, verifier@3" in after
+
+
+def test_a_narrow_terminal_has_the_policies_side_by_side(run: Path):
+    assert "│ solver   │ 0/100 │" in text_of(render_status(run))
+    lines = [" ".join(line.split()) for line in text_of(render_status(run), width=80).splitlines()]
+    assert {"┃ policy ┃ solver ┃ verifier ┃", "│ step │ 0/100 │ 0/40 │", "│ ready groups │ │ │"} <= set(lines)
 
 
 def test_a_role_that_is_down_is_told_with_the_cause_and_its_restarts(run: Path):
