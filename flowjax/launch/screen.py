@@ -43,7 +43,7 @@ _COLOURS = {
     "paused": "bold yellow",
     "failed": "bold red",
 }
-_WIDE = 120  # columns of a terminal that has room for two figures side by side
+_WIDE = 150  # columns of a terminal that has room for two figures side by side
 
 
 class Screen:
@@ -104,7 +104,8 @@ class Screen:
 
     def render(self) -> RenderableType:
         warnings = [Text(f"warning: {warning}", "bold yellow") for warning in self.progress.symptoms]
-        parts = [self._bar(), self._numbers(), *warnings, self._roles()]
+        # A small terminal cuts off what is last, and a warning stays above the screen, too.
+        parts = [self._bar(), self._numbers(), self._roles(), *warnings]
         return Panel(Group(*parts), title=Text(f"flowjax · {self._run_dir}"), subtitle="Ctrl-C stops", padding=(0, 1))
 
     def _warm_tenths(self) -> int:
@@ -133,7 +134,7 @@ class Screen:
         table = Table.grid(padding=(0, 2), expand=True)
         for _ in range(columns):
             table.add_column(style="dim", no_wrap=True)
-            table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+            table.add_column(ratio=1)
         for start in range(0, len(pairs), columns):
             table.add_row(*(text for pair in pairs[start : start + columns] for text in pair))
         return table

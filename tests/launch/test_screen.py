@@ -69,7 +69,7 @@ def plain_console():
     return Console(record=True, width=160, file=io.StringIO(), force_terminal=False)
 
 
-@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("width", [80, 120, 150])
 def test_screen_shows_what_is_known_and_a_dash_for_what_is_not(tmp_path, width):
     write_run(tmp_path)
     states = {
@@ -95,6 +95,23 @@ def test_screen_shows_what_is_known_and_a_dash_for_what_is_not(tmp_path, width):
     assert "1:01" in shown
     assert "1 restart " in shown
     assert "2 restarts" in shown
+
+
+@pytest.mark.parametrize("width", [80, 120, 150])
+def test_trouble_hides_no_role_and_cuts_no_value(tmp_path, width):
+    """On a terminal of 24 lines, where what is last is cut off."""
+    writer = write_run(tmp_path, steps=12)
+    lost = {"tasks": 206, "episodes": 256, "unfinished": 12}
+    writer.write("eval", step=12, success_rate=0.5, low=0.432, high=0.568, **lost)
+    for step in range(13, 23):
+        writer.write("train", **step_line(step, cut_share=0.5, mismatch_kl=0.3, no_signal_share=1.0, invalid_share=0.9))
+    states = {name: RoleState(name, "up") for name in ("engine", "dataflow", "trainer", "rollout")}
+    console = Console(record=True, width=width, height=24, file=io.StringIO())
+    screen = Screen(Progress(tmp_path), steps={"agent": 40}, states=states, console=console)
+    console.print(screen.render())
+    shown = console.export_text()
+    assert all(any(line.startswith(f"│ {role} ") for line in shown.splitlines()[:22]) for role in states)
+    assert "…" not in shown and "nothing" in shown, "the end of the longest value"
 
 
 def test_an_empty_run_folder_can_be_shown(tmp_path):
