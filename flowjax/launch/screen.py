@@ -70,7 +70,7 @@ class Screen:
         self._warm.update()
         self._warm_shown = self._warm_tenths()
         self._warned: set[tuple[str, str]] = set()  # policies, and the rules that they broke
-        if console.is_terminal:
+        if console.is_terminal and not console.is_dumb_terminal:  # rich draws nothing on one that cannot go back
             self._live = Live(self.render(), console=console, auto_refresh=False, transient=True)
             self._live.start(refresh=True)
 

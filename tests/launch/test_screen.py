@@ -170,6 +170,16 @@ def test_without_a_terminal_each_step_is_one_line_told_once(tmp_path):
     assert lines[2] == "held out, version 10: success 65.0 % [58.1, 71.3] of 200"
 
 
+def test_a_dumb_terminal_has_the_steps_as_lines(tmp_path):
+    out = io.StringIO()
+    console = Console(width=100, file=out, force_terminal=True, _environ={"TERM": "dumb"})
+    screen = Screen(Progress(tmp_path), steps={"agent": 10}, states={}, console=console)
+    MetricsWriter(tmp_path).write("train", **step_line(1))
+    screen.refresh()
+    screen.close()
+    assert out.getvalue().startswith("step 1/10  success 25.0 %")
+
+
 def test_on_a_terminal_the_screen_redraws_itself(tmp_path):
     write_run(tmp_path)
     out = io.StringIO()
