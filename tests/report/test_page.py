@@ -95,6 +95,21 @@ def test_values_that_are_not_finite_cut_a_line_and_are_read_out(tmp_path: Path):
     visit(read)
 
 
+def test_a_very_long_run_is_drawn(page: Path):
+    """More values than a call of a function can have."""
+    many = "Array.from({length: 300000}, (_, i) => i)"
+
+    async def read(opened: Browser) -> None:
+        await opened.open(page)
+        drawn = await opened.run(f"lineChart({{title: 'T', series: [{{label: 'a', x: {many}, y: {many}}}]}}).tagName")
+        assert drawn.upper() == "FIGURE"
+        row = f"{{name: 'role', spans: {many}.map((i) => [i, i + 1, 'up'])}}"
+        await opened.run("make = (name) => ({name, append() {}})")  # elements by the thousand are not the point
+        assert await opened.run(f"timeline({{timeline: [{row}], starts: []}})[0].name") == "div"
+
+    visit(read)
+
+
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_every_question_about_a_run_is_answered(page: Path, width: int):
     """Did it learn, where did the time go, how many groups had no signal at step 150, what does a failed held-out

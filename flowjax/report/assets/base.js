@@ -23,6 +23,10 @@ const SVG_NAMES = new Set(
 
 function replace(parent, ...children) { parent.replaceChildren(...children.flat(Infinity).filter(Boolean)); return parent; }
 
+// Math.min(...values) ends where a call may have no more arguments: a long run has more values.
+function lowest(values) { return values.reduce((least, value) => Math.min(least, value), Infinity); }
+function highest(values) { return values.reduce((most, value) => Math.max(most, value), -Infinity); }
+
 function counted(count, noun) { return `${number(count)} ${noun}${count === 1 ? "" : "s"}`; }
 
 function number(value, digits = 3) {

@@ -45,10 +45,10 @@ function isName(value) { return typeof value === "string"; }  // "nan", "inf"
 function shown(value, share) { return isName(value) ? `not finite (${value})` : share ? percent(value) : number(value); }
 
 function scales(xs, ys, share) {
-  let [low, high] = [Math.min(...ys), Math.max(...ys)];
+  let [low, high] = [lowest(ys), highest(ys)];
   if (share) { low = Math.min(low, 0); high = Math.max(high, Math.min(1, high * 1.15), 0.02); if (high > 0.6) high = Math.max(1, high); }
   if (high - low < 1e-12) { const pad = Math.abs(high) || 1; low -= pad / 2; high += pad / 2; }
-  const [first, final] = [Math.min(...xs), Math.max(...xs)];
+  const [first, final] = [lowest(xs), highest(xs)];
   const across = CHART.width - CHART.left - CHART.right, down = CHART.height - CHART.top - CHART.bottom;
   const span = final - first || 1;
   return {
@@ -126,7 +126,7 @@ function spoken(title, known, share) {
   return known.map((one) => {
     const values = one.at.map((i) => one.y[i]);
     return `${title}${known.length > 1 ? `, ${one.label}` : ""}: from ${shown(values[0], share)} at step ${one.x[one.at[0]]} to ` +
-      `${shown(values.at(-1), share)} at step ${one.x[one.at.at(-1)]}, lowest ${shown(Math.min(...values), share)}, highest ${shown(Math.max(...values), share)}`;
+      `${shown(values.at(-1), share)} at step ${one.x[one.at.at(-1)]}, lowest ${shown(lowest(values), share)}, highest ${shown(highest(values), share)}`;
   }).join(". ") + ". Arrow keys read single steps.";
 }
 function legend(known) {

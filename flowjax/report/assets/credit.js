@@ -52,9 +52,9 @@ function mostDivided(pieces) {
 function stateGraph(made, group, onmove) {
   const {nodes, edges} = group.graph, at = Object.fromEntries(nodes.map((node) => [node.id, node]));
   const x = (node) => NODE.margin + node.column * (NODE.width + NODE.across), y = (node) => NODE.margin + 20 + node.row * (NODE.height + NODE.down);
-  const width = Math.max(...nodes.map(x)) + NODE.width + NODE.margin, height = Math.max(...nodes.map(y)) + NODE.height + NODE.margin;
+  const width = highest(nodes.map(x)) + NODE.width + NODE.margin, height = highest(nodes.map(y)) + NODE.height + NODE.margin;
   const svg = make("svg", {viewBox: `0 0 ${width} ${height}`, width, height, class: "graph", "aria-label": `State graph with ${nodes.length} states and ${edges.length} moves`});
-  const most = Math.max(...nodes.map((node) => Math.abs(node.value)), 1e-9);
+  const most = Math.max(highest(nodes.map((node) => Math.abs(node.value))), 1e-9);
   svg.append(make("defs", {}, ["gain", "loss", "even"].map((kind) => make("marker", {id: `head-${kind}`, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, orient: "auto", markerUnits: "userSpaceOnUse"},
     make("path", {d: "M0 0 L8 4 L0 8 z", class: `head ${kind}`})))));
   const labels = [];  // middles of those that are placed: none is put on another

@@ -126,7 +126,7 @@ function lastState(made, episode) {
 function colourScale(made, by) {
   const valueOf = (turn, t) => by === "logprobs" ? turn.logprobs[t]
     : by === "ratio" ? (isNumber(turn.trained_logprobs?.[t]) ? Math.exp(turn.trained_logprobs[t] - turn.logprobs[t]) : null) : by === "advantage" ? turn.advantage ?? null : null;
-  const size = Math.max(...made.groups.flatMap((group) => group.episodes.flatMap((episode) => episode.turns.flatMap((turn) => Math.abs(turn.advantage || 0)))), 1e-6);
+  const size = Math.max(highest(made.groups.flatMap((group) => group.episodes.flatMap((episode) => episode.turns.map((turn) => Math.abs(turn.advantage || 0))))), 1e-6);
   const position = (value) => by === "logprobs" ? Math.max(-1, value / 3) : by === "ratio" ? Math.max(-1, Math.min(1, Math.log(value) / Math.log(1.5))) : Math.max(-1, Math.min(1, value / size));
   const titles = {logprobs: "from sure (plain) to surprising (orange: log-prob −3 and less)", ratio: "green: likelier now than when it was sampled, orange: less likely, both up to 1.5 times", advantage: `green: better than its baseline, orange: worse, up to ${size.toFixed(2)}`};
   return {

@@ -143,7 +143,7 @@ function timeParts() {
 function timeline(run) {
   const spans = run.timeline.flatMap((row) => row.spans);
   if (!spans.length) return null;
-  const begin = Math.min(...spans.map(([from]) => from)), end = Math.max(...spans.map(([, to]) => to));
+  const begin = lowest(spans.map(([from]) => from)), end = highest(spans.map(([, to]) => to));
   const left = 150, width = 940, height = 22, across = (time) => left + (width - left - 10) * (time - begin) / (end - begin || 1);
   const svg = make("svg", {viewBox: `0 0 ${width} ${run.timeline.length * height + 26}`, class: "timeline", role: "img",
     "aria-label": `Timeline of ${run.timeline.map((row) => row.name).join(", ")} over ${duration(end - begin)}`});

@@ -6,7 +6,7 @@ SECTIONS.runs = {
     if (this.drawn) return;
     this.drawn = true;
     const of = (one, name) => one ? `${percent(one.success_rate)} [${percent(one.low)}, ${percent(one.high)}]` : "–";
-    const rows = DATA.runs.map((run) => [run.name, run.world, creditOf(run), Math.max(0, ...Object.values(run.policies).flatMap((one) => one.step)),
+    const rows = DATA.runs.map((run) => [run.name, run.world, creditOf(run), Math.max(0, highest(Object.values(run.policies).flatMap((one) => one.step))),
       of(run.evaluations[0]), of(run.evaluations.length > 1 ? run.evaluations.at(-1) : null), duration(run.spent.wall_s), run.config.seed ?? "–"]);
     const target = make("div", {});
     const search = make("input", {type: "search", placeholder: "name of a field", oninput: () => draw(search.value)});
