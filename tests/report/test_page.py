@@ -419,6 +419,24 @@ def test_a_workflow_is_seen_to_grow(tmp_path: Path):
     visit(read)
 
 
+def test_the_canvas_page_is_about_the_run_that_is_chosen(tmp_path: Path):
+    runs = [
+        record_run(tmp_path / name, steps=1, groups=1, size=2, seed=seed, played=CANVAS)
+        for seed, name in enumerate("ab")
+    ]
+    out = tmp_path / "both.html"
+    assert main([*map(str, runs), f"--out={out}"]) == 0
+
+    async def read(opened: Browser) -> None:
+        for number, name in enumerate("ab"):
+            await opened.open(out)
+            key = await opened.run(f"DATA.runs[{number}].pieces.at(-1).key")
+            await opened.open(out, f"#canvas/{key}")
+            assert f"Over training of {name}" in await opened.text()
+
+    visit(read)
+
+
 def test_what_a_model_wrote_is_text_and_nothing_else(tmp_path: Path):
     """A reply may say anything: no script of it runs, and no tag of it is one."""
     run = record_run(tmp_path / "run", steps=1)

@@ -24,7 +24,7 @@ SECTIONS.canvas = {
       make("p", {class: `outcome ${wonOrLost(episode)}`}, make("strong", {}, wonOrLost(episode)), `, reward ${number(episode.reward)}${rewardParts(run, episode) ? ` = ${rewardParts(run, episode)}` : ""}`),
       structureParts(episode),
       make("details", {}, make("summary", {}, "The problem"), make("pre", {}, Object.entries(made.groups[group].payload).map(([name, text]) => `${name}: ${text}`).join("\n"))),
-      make("label", {class: "field wide"}, make("span", {}, `Edit 1 to ${edits.length}`), slider), panel, operatorUse());
+      make("label", {class: "field wide"}, make("span", {}, `Edit 1 to ${edits.length}`), slider), panel, operatorUse(run));
     show(Number(slider.value) - 1);
   },
   edit(made, edits, at) {
@@ -49,12 +49,11 @@ function structureParts(episode) {
 }
 
 // What workflows at the end of episodes are made of, over training: how many differ, and which operators they use.
-function operatorUse() {
-  const run = DATA.runs.find((one) => one.world === "Canvas");
-  if (!run?.workflows?.length) return null;
+function operatorUse(run) {
+  if (!run.workflows.length) return null;
   const names = [...new Set(run.workflows.flatMap((one) => Object.keys(one.operators)))];
   const x = run.workflows.map((one) => one.step);
-  return [make("h2", {}, "Over training"), make("p", {class: "hint"}, SMOOTHED), make("div", {class: "charts"},
+  return [make("h2", {}, `Over training${DATA.runs.length > 1 ? ` of ${run.name}` : ""}`), make("p", {class: "hint"}, SMOOTHED), make("div", {class: "charts"},
     lineChart({title: "Unique workflows", share: true, help: "of the batch's finished ones", series: [{label: run.name, colour: COLOURS[0], x, y: run.workflows.map((one) => one.unique)}]}),
     lineChart({title: "Use of operators", help: "a workflow, on average", series: names.map((name, i) => ({label: name, ...lookOf(i), x, y: run.workflows.map((one) => one.operators[name] || 0)}))}))];
 }
