@@ -33,7 +33,7 @@ from flowjax.monitor.metrics import (
     scientific,
     sparkline,
 )
-from flowjax.run import read_run
+from flowjax.run import BASE_NAME, read_run
 
 _COLOURS = {
     "up": "green",
@@ -275,7 +275,8 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     dataflow, rollout = read_status(run_dir, "dataflow"), read_status(run_dir, "rollout")
     train = [entry for entry in entries if entry.get("kind") == "train"]
     roles = Table("role", "state", "seen", "doing", title=Text(str(run_dir), "table.title"), title_justify="left")
-    states = read_status(run_dir, "launch").get("roles", {})
+    states, warm = read_status(run_dir, "launch").get("roles", {}), Progress(run_dir / "warm_start")
+    warm.update()
     launched = bool(check_unused(run_dir))
     for name in states or ("rollout", "dataflow", "trainer"):
         seen = doing = ""
@@ -283,6 +284,12 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             seen, doing = _seen(rollout, now_s), ", ".join(_playing(rollout))
         elif name == "dataflow":
             seen, doing = _seen(dataflow, now_s), ", ".join(_keeping(dataflow))
+        elif name.startswith("warm_start"):
+            base = name.removeprefix("warm_start").removeprefix("-") or BASE_NAME
+            if newest := warm.newest.get(base):
+                steps = run.bases[base].warm_start.steps
+                seen = _seen(newest, now_s, silent_s=run.config.trainer.step_timeout_s)
+                doing = f"step {newest['step']}/{steps}, {clock(warm.remaining_s({base: steps}))} left"
         elif name.startswith("trainer"):
             policy = name.removeprefix("trainer").removeprefix("-")
             lines_of_it = [entry for entry in train if policy in ("", entry.get("policy"))]

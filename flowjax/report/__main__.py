@@ -18,9 +18,11 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from flowjax.config import ConfigError
 from flowjax.files import replace_file
 from flowjax.monitor.metrics import METRICS_FILE
 from flowjax.report.page import Made, make_page
@@ -28,6 +30,7 @@ from flowjax.report.pictures import draw_state_graph, learning_curves
 
 _OPTIONS = ("out", "groups", "serve", "host", "svg")
 _PORT = 8700
+_AGAIN_S = 5
 
 
 def main(argv: Sequence[str]) -> int:
@@ -125,9 +128,9 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
         try:
             body, status = (self._page() if path == "/" else self._written()).encode(), 200
         except Exception as error:  # a run under way may be in the middle of anything: the next look finds it whole
-            body, status = f"{type(error).__name__}: {error}".encode(), 503
+            body, status = _later(error).encode(), 503
         self.send_response(status)
-        self.send_header("Content-Type", "text/html; charset=utf-8" if status == 200 else "text/plain; charset=utf-8")
+        self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         # A run's page shows texts that a model wrote: they may load and send nothing.
         self.send_header(
@@ -148,6 +151,15 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing of every look."""
+
+
+def _later(error: Exception) -> str:
+    """A page that says why there is none, and looks again by itself."""
+    said = escape(str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
+    return (
+        f'<!DOCTYPE html><html lang="en"><meta http-equiv="refresh" content="{_AGAIN_S}"><title>flowjax</title>'
+        f"<p>{said}</p><p>This page looks again every {_AGAIN_S} seconds.</p></html>"
+    )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def overview(run_dir: Path) -> dict[str, Any]:
     if not train and not evaluations:  # the folder of `flowjax.evaluate` has its episodes alone
         evaluations = [_played(file) for file in oldest_first((run_dir / "held_out").glob("*.jsonl"))]
     if not train and not evaluations:
-        raise ConfigError(f"{run_dir} has no step and no evaluation yet: give the folder of a run or an evaluation")
+        warming = ", it is in its warm start" if warm else ""
+        raise ConfigError(f"{run_dir} has no step and no evaluation yet{warming}: look again when it has one")
     events = [entry for entry in entries if entry["kind"] == "run"]
     warm_start = _warm_start(warm)
     starts = read_starts(run_dir)

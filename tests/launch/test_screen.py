@@ -1,6 +1,7 @@
 import io
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -496,6 +497,17 @@ def test_a_narrow_terminal_has_the_policies_side_by_side(run: Path):
     assert "│ solver   │ 0/100 │" in text_of(render_status(run))
     lines = [" ".join(line.split()) for line in text_of(render_status(run), width=80).splitlines()]
     assert {"┃ policy ┃ solver ┃ verifier ┃", "│ step │ 0/100 │ 0/40 │", "│ ready groups │ │ │"} <= set(lines)
+
+
+def test_a_run_in_its_warm_start_shows_how_far_it_is(run: Path):
+    warm = RoleState("warm_start", "up")
+    write_status(run, "launch", {"roles": {"warm_start": asdict(warm)}})
+    for step in range(1, 4):
+        MetricsWriter(run / "warm_start").write("train", step=step, policy="base", total_s=2.0)
+    steps = default_config().warm_start.steps
+    with hold(run):
+        line = next(line for line in text(run, time.time()).splitlines() if line.startswith("│ warm_start"))
+    assert f"step 3/{steps}, {clock(2.0 * (steps - 3))} left" in line
 
 
 def test_a_role_that_is_down_is_told_with_the_cause_and_its_restarts(run: Path):

@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import re
+import shutil
 import threading
 import urllib.error
 import urllib.request
@@ -229,9 +230,15 @@ def test_the_served_page_follows_the_run_and_no_other_file_is_served(run: Path, 
         (run / "metrics.jsonl").write_text("")
         with pytest.raises(urllib.error.HTTPError) as early:
             urllib.request.urlopen(f"{served}/")
-        assert early.value.code == 503 and "no step and no evaluation" in early.value.read().decode()
+        said = early.value.read().decode()
+        assert early.value.code == 503 and "has no step and no evaluation yet: look again when it has one" in said
+        assert 'http-equiv="refresh"' in said and early.value.headers["Content-Type"].startswith("text/html")
+        MetricsWriter(run / "warm_start").write("train", step=1, policy="base", loss=1.0)
+        with pytest.raises(ValueError, match="no evaluation yet, it is in its warm start: look again"):
+            overview(run)
     finally:
         (run / "metrics.jsonl").write_text(lines)
+        shutil.rmtree(run / "warm_start", ignore_errors=True)
 
 
 @pytest.mark.parametrize(
