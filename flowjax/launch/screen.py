@@ -152,14 +152,14 @@ class Screen:
 
 def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names and values of what the screen shows; "-" for what is not known yet."""
-    history = [value for entry in progress.train if (value := number(entry, "success_rate")) is not None]
+    curve = "" if progress.several else _curve(progress.train, 24)  # of several in turn it would be a saw
     newest, version = max(progress.evals, default=0), count({**dataflow, **rollout}, "serving_version", "version")
     sampled, read = number(rollout, "sampled_tokens_per_s"), progress.rate("tokens_per_s")
     lag, lag_most = progress.recent("staleness_mean"), progress.last("staleness_max")
     k3, most = progress.recent("mismatch_kl"), progress.last("mismatch_max")
     no_signal = progress.recent("no_signal_share")
     return [
-        ("success", f"{percent(progress.success())}  {sparkline(history, 24)}"),
+        ("success", f"{percent(progress.success())}  {curve}".rstrip()),
         ("reward", f"{fixed(progress.recent('reward_mean'))}, no signal in {percent(no_signal)} of groups"),
         ("replies", _replies(progress)),
         ("held out, before", interval(progress.evals.get(0))),
@@ -170,8 +170,12 @@ def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[st
         ("mismatch k3", f"{scientific(k3)}, log-prob off by {scientific(most)} at most"),
         ("seconds a step", phases(progress)),
         ("ready to train", f"{count(dataflow, 'ready_groups')} groups, engine at version {version}"),
-        *(_policy(name, entry, dataflow) for name, entry in progress.newest.items() if progress.several),
+        *(_policy(name, lines, dataflow) for name, lines in progress.by_policy.items() if progress.several),
     ]
+
+
+def _curve(lines: Sequence[Mapping[str, Any]], width: int) -> str:
+    return sparkline([value for line in lines if (value := number(line, "success_rate")) is not None], width)
 
 
 def _replies(progress: Progress) -> str:
@@ -181,12 +185,12 @@ def _replies(progress: Progress) -> str:
     return f"{invalid} invalid, {cut} cut, {tokens} tokens, entropy {entropy}"
 
 
-def _policy(name: str, entry: Mapping[str, Any], dataflow: Mapping[str, Any]) -> tuple[str, str]:
+def _policy(name: str, lines: Sequence[Mapping[str, Any]], dataflow: Mapping[str, Any]) -> tuple[str, str]:
     """A line of one of several policies."""
-    counts = dataflow.get("policies", {}).get(name, {})
+    counts, entry = dataflow.get("policies", {}).get(name, {}), lines[-1]
     success, served = percent(number(entry, "success_rate")), f"serves {count(counts, 'version')}"
     lag, ready = f"lag {count(counts, 'lag')}", f"{count(counts, 'ready_groups')} ready"
-    return name, f"step {entry.get('step')}, {success}, {served}, {lag}, {ready}"
+    return name, f"step {entry.get('step')}, {success}, {served}, {lag}, {ready}  {_curve(lines, 12)}".rstrip()
 
 
 def plain_line(entry: Mapping[str, Any], progress: Progress, steps: Mapping[str, int]) -> str:

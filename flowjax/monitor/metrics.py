@@ -204,7 +204,7 @@ class Progress:
 
     def _clear(self) -> None:
         self.train: list[dict[str, Any]] = []
-        self._by_policy: dict[str, list[dict[str, Any]]] = {}
+        self.by_policy: dict[str, list[dict[str, Any]]] = {}
         self._symptoms: list[Symptom] | None = None
         self.evals: dict[int, dict[str, Any]] = {}
         self.totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
@@ -238,7 +238,7 @@ class Progress:
             kind = entry.get("kind")
             if kind == "train":
                 self.train.append(entry)
-                self._by_policy.setdefault(str(entry.get("policy", "")), []).append(entry)
+                self.by_policy.setdefault(str(entry.get("policy", "")), []).append(entry)
                 self._symptoms = None
                 for name in _SUMMED:
                     self.totals[name] += number(entry, name) or 0.0
@@ -248,7 +248,7 @@ class Progress:
     @property
     def newest(self) -> dict[str, dict[str, Any]]:
         """The newest line of each policy, by its name."""
-        return {policy: lines[-1] for policy, lines in self._by_policy.items()}
+        return {policy: lines[-1] for policy, lines in self.by_policy.items()}
 
     @property
     def symptoms(self) -> list[Symptom]:
@@ -279,7 +279,7 @@ class Progress:
         return sum(values) if (values := [value for value in found if value is not None]) else None
 
     def _by_trainer(self) -> Iterable[list[dict[str, Any]]]:
-        return self._by_policy.values() if self._apart else (self.train,)
+        return self.by_policy.values() if self._apart else (self.train,)
 
     def recent(self, name: str) -> float | None:
         """Mean of a metric over the last steps; nan where one of them is."""
@@ -306,7 +306,7 @@ class Progress:
         """
         left_s: list[float] = []
         for policy, last in steps.items():
-            lines = self._by_policy.get(policy, [])
+            lines = self.by_policy.get(policy, [])
             pace_s = _pace_s(lines) or _pace_s(self.train)
             left = last - (lines[-1].get("step", 0) if lines else 0)
             if left and pace_s is None:

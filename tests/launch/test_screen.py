@@ -376,8 +376,9 @@ def test_several_policies_have_a_line_each_and_one_bar(tmp_path):
     screen = Screen(Progress(tmp_path), steps={"agent": 8}, states={}, console=Console(file=io.StringIO(), width=160))
     shown = text_of(screen.render())
     assert "step 4/8" in shown
-    assert "step 3, 25.0 %, serves 2, lag 1, 5 ready" in shown
-    assert "step 1, 25.0 %, serves 1, lag -, - ready" in shown
+    assert "step 3, 25.0 %, serves 2, lag 1, 5 ready  ▁█▁" in shown
+    assert "step 1, 25.0 %, serves 1, lag -, - ready  ▁" in shown
+    assert dict(figures(screen.progress, {}, {}))["success"] == "37.5 %", "no curve in which policies take turns"
     assert plain_line({"kind": "train", **step_line(2, policy="solver")}, screen.progress, {"solver": 8}).startswith(
         "solver: step 2 "
     )
