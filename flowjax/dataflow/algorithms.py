@@ -126,8 +126,9 @@ class Algorithm:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """All that is to outlive the process, by attribute: numbers, strings, lists, and maps of them. It is written
-        down after every group: as a whole, but of a `flowjax.dataflow.algorithms.Table` what has changed."""
+        """All that is to outlive the process, by attribute: numbers, strings, lists, and maps of them, whose keys are
+        numbers or strings. It is written down after every group: as a whole, but of a
+        `flowjax.dataflow.algorithms.Table` what has changed."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -371,10 +372,19 @@ def _states(written: Iterable[StateRow]) -> dict[str, dict[str, Any]]:
 
 
 def _pack(state: Any) -> bytes:
+    """The state as bytes that can be read again.
+
+    Raises:
+        TypeError: there are none.
+    """
     try:
-        return pack(state)
+        packed = pack(state)
+        unpack(packed)  # maps with tuples for keys are written, but come back with lists for keys, which no map takes
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{error}: let it be numbers, strings, lists, and maps of them") from error
+        raise TypeError(
+            f"{error}: let it be numbers, strings, lists, and maps of them whose keys are numbers or strings"
+        ) from error
+    return packed
 
 
 def _yes_or_no(answer: Any) -> bool:

@@ -72,10 +72,13 @@ def test_an_answer_that_cannot_be_used_is_named(hook, args, answer, message):
         getattr(Chain({"mine": failing(hook, lambda: answer)}), hook)(*args)
 
 
-def test_a_state_that_cannot_be_written_down_is_named():
-    chain = Chain({"mine": failing("state", lambda: {"seen": set()})})
+@pytest.mark.parametrize(
+    ("seen", "reason"), [(set(), "set "), ({("source", "task"): 1.0}, ".*unhashable"), ([{("a",): 1}], ".*unhashable")]
+)
+def test_a_state_that_cannot_be_written_down_or_read_again_is_named(seen, reason):
+    chain = Chain({"mine": failing("state", lambda: {"seen": seen})})
     with (
-        pytest.raises(AlgorithmError, match=r"mine\.state raised TypeError: set .*: let it be numbers"),
+        pytest.raises(AlgorithmError, match=rf"mine\.state raised TypeError: {reason}.*: let it be numbers.* keys are"),
         chain.state_changes(),
     ):
         pytest.fail("it cannot be written down")
