@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import mmap
 import os
 import random
@@ -358,10 +359,15 @@ async def irregularity(world: type[World], env: RemoteEnv, task: Task, turns: in
             if lacking := sorted(set(world.OUTCOMES) - step.outcome.keys()):
                 has = f"has {', '.join(step.outcome) or 'nothing'}, but not {', '.join(lacking)}"
                 return f"the outcome of turn {turn} {has}: name all of {world.__name__}.OUTCOMES in every step"
+            if not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
+                return f"the reward of turn {turn} is {step.reward!r}: give a finite number"
             observation = step.observation
             seen.append({**_shown_by(observation), "reward": step.reward, "terminal": step.terminal})
             if step.terminal:
                 break
+        for turn, shown in enumerate(seen):
+            if not (isinstance(key := shown["state_key"], int) and 0 <= key < 2**64):
+                return f"the state_key of turn {turn} is {key!r}: make it with flowjax.records.state_key"
         walks.append(seen)
     for turn, (one, other) in enumerate(zip(*walks, strict=False)):  # of different lengths, one has ended before
         for name in one:

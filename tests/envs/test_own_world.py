@@ -49,6 +49,22 @@ class StuckEnv(CountdownEnv):
 class Forgetful(Countdown):
     OUTCOMES = ("success", "reached")
 
+class Negative(Countdown):
+    def env(self): return NegativeEnv()
+
+class NegativeEnv(CountdownEnv):
+    def step(self, action):
+        step = super().step(action)
+        return replace(step, observation=replace(step.observation, state_key=-5)) if step.valid else step
+
+class Endless(Countdown):
+    def env(self): return EndlessEnv()
+
+class EndlessEnv(CountdownEnv):
+    def step(self, action):
+        step = super().step(action)
+        return replace(step, reward=float("nan")) if step.valid else step
+
 class Growing(Countdown):
     def env(self): return GrowingEnv()
 
@@ -253,6 +269,8 @@ def test_a_file_that_is_not_there_is_a_fault_of_this_machine(countdown: type[Wor
         ("countdown:Countdown", "flowjax.workflows.single:play", ""),
         ("broken:Stuck", "flowjax.workflows.single:play", "IndexError: list index out of range"),
         ("broken:Forgetful", "flowjax.workflows.single:play", "turn 1 has success, but not reached: name all of Forge"),
+        ("broken:Negative", "flowjax.workflows.single:play", "the state_key of turn 1 is -5: make it with flowjax.rec"),
+        ("broken:Endless", "flowjax.workflows.single:play", "the reward of turn 1 is nan: give a finite number"),
         (
             "broken:Growing",
             "flowjax.workflows.single:play",
