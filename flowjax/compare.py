@@ -11,9 +11,11 @@ interval, p-value, probability of improvement, and what may be concluded; see `f
 Exit status: 0 compared, 2 something to correct in what was asked for.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +25,19 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from flowjax.config import ConfigError, asks_help
+from flowjax.config import ConfigError, asks_help, load_run
 from flowjax.envs import WorldError, find_world
 from flowjax.envs.demonstrations import no_shares_of
+from flowjax.fields import shown
+from flowjax.launch.checks import differences
 from flowjax.monitor.held_out import METRICS, by_task, evaluation_of, is_share, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
 from flowjax.workflows import episode_outcomes
 
 _ALPHA = 0.05
+_OF_TASKS = ("env.name", "env.options", "env.sources", "env.data_seed")  # fields that make tasks
+_SAMPLING = ("eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p")
+_PLAY = (*_SAMPLING, "env.max_turns", "rollout.max_new_tokens")  # fields that results depend on, whatever the policy
 
 
 def evaluations_named(side: str) -> list[Path]:
@@ -96,6 +103,39 @@ def apart(tasks: Mapping[str, Set[str]]) -> list[str]:
     return names
 
 
+def sampled_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
+    """Variants of a sweep whose held-out episodes are sampled in another way than the first one's, and what differs."""
+    first = next(iter(configs), "")
+    for name, config in configs.items():
+        for field, was, now in differences(configs[first], config):
+            if field in _SAMPLING:
+                values = f"config.{field} is {shown(now)}, not {shown(was)} as in VARIANTS[{first!r}]"
+                remedy = "give them one value, or make another sweep of it"
+                yield name, f"{values}, and greedy or narrow sampling is no better method: {remedy}"
+
+
+def of_other_tasks(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
+    """Variants of a sweep whose held-out tasks are others than those before them have, and what makes them so."""
+    first = next(iter(configs), "")
+    differing = {
+        name: [found for found in differences(configs[first], config) if found[0].startswith(_OF_TASKS)]
+        for name, config in configs.items()
+    }
+    if not any(differing.values()):
+        return
+    from flowjax.dataflow.tasks import held_out_contents  # which imports grain: most sweeps do without
+
+    tasks: dict[str, set[str]] = {}
+    for name, config in configs.items():
+        if name == first or differing[name]:
+            with contextlib.suppress(Exception):  # the launcher's checks say what is wrong with a world
+                tasks[name] = held_out_contents(config)
+    for name in apart(tasks) if first in tasks else ():
+        values = "; ".join(f"config.{field} is {shown(now)}, not {shown(was)}" for field, was, now in differing[name])
+        remedy = "a sweep compares by the same tasks, so give them one value, or make another sweep of it"
+        yield name, f"{values} as in VARIANTS[{first!r}], and no two held-out tasks are the same: {remedy}"
+
+
 def conclusion(found: Difference, metric: str) -> str:
     """One sentence: what the comparison shows, and of what."""
     of_method = min(found.seeds) > 1
@@ -151,8 +191,24 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
     console.print(f"probability that A does better on a task  {found.improvement:.3f}")
     if left_out := len(set().union(*sides[0], *sides[1])) - found.tasks:
         console.print(f"{left_out} tasks are left out that not every evaluation has")
+    for text in _played_otherwise(first, second):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(conclusion(found, metric), highlight=False, soft_wrap=True)
     return found
+
+
+def _played_otherwise(first: Sequence[Path], second: Sequence[Path]) -> Iterator[str]:
+    """A line on each setting of play in which the evaluations differ, of those whose config.json can be read."""
+    configs: dict[str, list[ConfigDict]] = {"A": [], "B": []}
+    for name, side in zip("AB", (first, second), strict=True):
+        for path in side:
+            with contextlib.suppress(ConfigError):
+                configs[name].append(load_run(evaluation_of(path).parent.parent))
+    for field in _PLAY:
+        values = {name: sorted(set(map(attrgetter(field), of_side))) for name, of_side in configs.items()}
+        if len(set().union(*values.values())) > 1:
+            said = " and ".join(f"{', '.join(map(str, has))} in {name}" for name, has in values.items() if has)
+            yield f"config.{field} is {said}: part of the difference may come from that"
 
 
 def main(argv: Sequence[str]) -> int:

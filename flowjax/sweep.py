@@ -24,12 +24,11 @@ Exit status: 0 done, 1 a run has failed (its log is named), 2 something to corre
 """
 
 import asyncio
-import contextlib
 import importlib.util
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -40,7 +39,15 @@ from jaxtyping import Float
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from flowjax.compare import apart, conclusion, metrics_of, read_scores, shared_tasks
+from flowjax.compare import (
+    apart,
+    conclusion,
+    metrics_of,
+    of_other_tasks,
+    read_scores,
+    sampled_otherwise,
+    shared_tasks,
+)
 from flowjax.config import ConfigError, asks_help, load_run
 from flowjax.envs.demonstrations import no_shares_of
 from flowjax.fields import FOLDER_NAME, nearest, shown
@@ -59,7 +66,6 @@ from flowjax.run import resolve
 _OK, _FAILED, _USER_MISTAKE = 0, 1, 2
 _STOP_S = 60.0  # for a run to stop in its own order
 _FREE_S = 30.0  # for the launcher of a sweep that was killed to let go of its run
-_OF_TASKS = ("env.name", "env.options", "env.sources", "env.data_seed")  # fields that make tasks
 _FIELDS: dict[str, tuple[type, Any, str]] = {
     "RECIPE": (str, None, "a recipe such as 'configs/sokoban.py:nano'"),
     "SEEDS": (tuple, (0,), "a tuple of different whole numbers from 0 on, such as (0, 1, 2)"),
@@ -126,7 +132,8 @@ def read_sweep(path: Path) -> Sweep:
             has = f"which episodes of VARIANTS[{name!r}] do not have{nearest(metric, known)}"
             problems.append(f"{path}: METRIC is {metric!r}, {has}: use one of {', '.join(sorted(known))}")
             break
-    problems += [f"{path}: VARIANTS[{name!r}]: {text}" for name, text in _of_other_tasks(configs)]
+    others = [*sampled_otherwise(configs), *of_other_tasks(configs)]
+    problems += [f"{path}: VARIANTS[{name!r}]: {text}" for name, text in others]
     if problems:
         raise ConfigError("\n".join(problems))
     return Sweep(folder, list(values["VARIANTS"]), runs, values["AT_ONCE"], metric)
@@ -209,28 +216,6 @@ def _run(path: Path, recipe: str, folder: Path, name: str, variant: str | Mappin
             )
         changes = {field: now for field, _, now in differences(saved, config) if field not in ("name", "runs")}
     return SweepRun(name, seed, run_dir, argv, config, _flags(changes))
-
-
-def _of_other_tasks(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
-    """Variants whose held-out tasks are others than those before them have, and what of their tasks differs."""
-    first = next(iter(configs), "")
-    differing = {
-        name: [found for found in differences(configs[first], config) if found[0].startswith(_OF_TASKS)]
-        for name, config in configs.items()
-    }
-    if not any(differing.values()):
-        return
-    from flowjax.dataflow.tasks import held_out_contents  # which imports grain: most sweeps do without
-
-    tasks: dict[str, set[str]] = {}
-    for name, config in configs.items():
-        if name == first or differing[name]:
-            with contextlib.suppress(Exception):  # the launcher's checks say what is wrong with a world
-                tasks[name] = held_out_contents(config)
-    for name in apart(tasks) if first in tasks else ():
-        values = "; ".join(f"config.{field} is {shown(now)}, not {shown(was)}" for field, was, now in differing[name])
-        remedy = "a sweep compares by the same tasks, so give them one value, or make another sweep of it"
-        yield name, f"{values} as in VARIANTS[{first!r}], and no two held-out tasks are the same: {remedy}"
 
 
 def _flags(fields: Mapping[str, Any]) -> list[str]:

@@ -73,6 +73,21 @@ def test_brackets_in_names_are_no_markup(tmp_path: Path):
     assert f"A is {run}/held_out" in printed([run], [run])
 
 
+def test_what_was_sampled_in_another_way_is_said(tmp_path: Path):
+    for name, changes in {"a": {}, "a2": {}, "short": {"max_turns": 4}, "greedy": {"temperature": 0.0}}.items():
+        evaluation(tmp_path / name, {"x": [True], "y": [False]})
+        config = default_config()
+        for field, value in changes.items():
+            config["env" if field == "max_turns" else "eval"][field] = value
+        save_run(config, tmp_path / name)
+    a, a2, short, greedy = (tmp_path / name for name in ("a", "a2", "short", "greedy"))
+    assert "may come from" not in printed([a], [a2])
+    assert "config.eval.temperature is 0.0 in A and 1.0 in B: part of" in printed([greedy], [a])
+    several = printed([a, greedy], [a2, short])
+    assert "config.eval.temperature is 0.0, 1.0 in A and 1.0 in B: part of" in several
+    assert f"config.env.max_turns is {default_config().env.max_turns} in A and 4, " in several
+
+
 def test_a_run_does_not_differ_from_itself(tmp_path: Path):
     first = evaluation(tmp_path / "a", played(0.8, np.random.default_rng(0)))
     text = printed([first], [first])

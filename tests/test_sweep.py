@@ -92,6 +92,11 @@ def test_variants_times_seeds_are_runs_with_configs_of_their_own():
         ('{"credit.name": "grpo"}', "3", r"VARIANTS\['grpo'\] is 3: give a dict of fields, or a recipe"),
         ('"credit.name": "grpo"', '"seed": 3', "config.seed is the sweep's to set: use SEEDS, NAME and RUNS"),
         ('"credit.name": "grpo"', '"eval.tasks": 0', "config.eval.tasks is 0: a sweep compares held-out evaluations"),
+        (
+            '"credit.name": "grpo"',
+            '"eval.temperature": 0.5',
+            r"VARIANTS\['slow'\]: config.eval.temperature is 1.0, not 0.5 as in VARIANTS\['grpo'\], and greedy",
+        ),
         ("grpo,gigpo", "grpo,gigppo", "there is no estimator 'gigppo'"),
         (
             "helper",
