@@ -15,7 +15,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,11 @@ def build_base(run: Run, base: Base) -> None:
 def imitation_rows(
     config: ConfigDict, warm: ConfigDict, world: World, codec: Codec, *, states: int, label_noise: float
 ) -> list[TokenRow]:
-    """The expert's way through the training tasks, as rows to imitate that hold `states` replies and fill a batch."""
+    """The expert's way through the training tasks, as rows to imitate that hold `states` replies and fill a batch.
+
+    Raises:
+        ConfigError: a word of theirs is none of the base's.
+    """
     tasks = world.tasks("train", config.env.data_seed)[: warm.tasks]
     conversations = expert_conversations(config.workflow)(
         world,
@@ -136,9 +140,22 @@ def imitation_rows(
     replies = 0
     while replies < states or len(rows) < warm.batch_rows:
         conversation = next(conversations)
+        _check_words(config, conversation, codec.tokens)
         rows.append(_row(codec, conversation))
         replies += len(conversation)
     return rows
+
+
+def _check_words(config: ConfigDict, conversation: Sequence[Exchange], words: Set[str]) -> None:
+    """Raises:
+    ConfigError: a word is unknown. It would be one token with all others that are, in every prompt of the run.
+    """
+    said = (text for messages, reply in conversation for text in (*(each["content"] for each in messages), reply))
+    if unknown := [word for text in said for word in str(text).split() if word not in words]:
+        raise ConfigError(
+            f"config.env.name is {config.env.name!r}, whose vocabulary() (or the workflow's) lacks {unknown[0]!r}, a "
+            "word of the compact prompts or of the expert's replies: add it"
+        )
 
 
 def _row(codec: Codec, conversation: Sequence[Exchange]) -> TokenRow:

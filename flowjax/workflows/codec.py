@@ -126,6 +126,11 @@ class Codec:
         return self._tokenizer.eos_token_id
 
     @functools.cached_property
+    def tokens(self) -> frozenset[str]:
+        """All tokens by their text; of a nano model, its words."""
+        return frozenset(self._tokenizer.get_vocab())
+
+    @functools.cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Special token with which the template ends a turn, where that is not the end of a sequence.
 

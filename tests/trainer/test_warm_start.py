@@ -92,6 +92,23 @@ def test_the_last_batches_teach_a_habit(tmp_path: Path):
     assert worked[:4] == [16] * 4 and max(worked[4:]) <= 6
 
 
+def test_a_word_that_the_vocabulary_lacks_is_named_before_anything_is_taught(tmp_path: Path):
+    """It was <unk> in every prompt, and nobody said so."""
+    config = sokoban.get_config("nano")
+    run, world = resolve(config, tmp_path), Sokoban(**config.env.options.to_dict())
+    words = list(base_words(run, "base", world))
+    create_nano(words, tmp_path / "whole", key=jax.random.key(0), pieces=False, **SHAPE)
+    codec = Codec(tmp_path / "whole")
+    rows = warm_start.imitation_rows(config, config.warm_start, world, codec, states=1, label_noise=0.0)
+    reply = codec.decode([token for token in rows[0].tokens[rows[0].sampled] if token != codec.eos_token_id])
+    words.remove(reply)
+    create_nano(words, tmp_path / "short", key=jax.random.key(0), pieces=False, **SHAPE)
+    with pytest.raises(ConfigError, match=rf"config.env.name is .*Sokoban', whose vocabulary\(\) .*lacks '{reply}'"):
+        warm_start.imitation_rows(
+            config, config.warm_start, world, Codec(tmp_path / "short"), states=1, label_noise=0.0
+        )
+
+
 class Seen(Exception):
     """The world that demonstrations would be made in."""
 
