@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, ConfigError, may_change, task_options
 from flowjax.credit import GROUP_RELATIVE, PASS_AT_K
+from flowjax.fields import shown
 from flowjax.run import PER_BASE, PER_POLICY, Base, Policy, Run, check_agents, field_problems, resolve
 
 _RUN_BACKEND = "run"  # kind of a backend that is an engine of the run
@@ -26,7 +27,7 @@ def check_config(config: ConfigDict) -> list[str]:
         rules = [
             *on_each_base(run, lambda base: [*_engines(base), *_served_lengths(run, base)]),
             *on_each_policy(run, lambda policy: [*_batches(run, policy), *_training(run, policy), *_cut(run, policy)]),
-            *_overlong_filter(run),
+            *_data_algorithms(run),
             *_episodes(run),
             *_bases(run),
             *_trainers(run),
@@ -220,9 +221,17 @@ def _cut(run: Run, policy: Policy) -> Iterator[str]:
             )
 
 
-def _overlong_filter(run: Run) -> Iterator[str]:
-    longest, options = run.config.rollout.max_new_tokens, run.config.dataflow.algorithms.get("overlong_filter", {})
-    limit = options.get("limit_tokens")
+def _data_algorithms(run: Run) -> Iterator[str]:
+    """The form of their options; and a limit that no reply reaches."""
+    longest, algorithms = run.config.rollout.max_new_tokens, run.config.dataflow.algorithms
+    for name, options in algorithms.items():
+        if not isinstance(options, ConfigDict | Mapping):
+            yield (
+                f"config.dataflow.algorithms.{name} is {shown(options)}: give a dict of its options, {{}} for none; "
+                'one of your own is {"path": "package.module:Class"}'
+            )
+            return
+    limit = algorithms.get("overlong_filter", {}).get("limit_tokens")
     if isinstance(limit, int) and limit > longest:
         yield (
             f"config.dataflow.algorithms.overlong_filter.limit_tokens is {limit}, but no reply is longer than "

@@ -43,6 +43,14 @@ def test_a_sound_config_passes(config):
             ConfigDict({"overlong_filter": {"limit_tokens": 257}}),
             ("overlong_filter.limit_tokens is 257", "config.rollout.max_new_tokens, 256", "lower it to 256"),
         ),
+        *(
+            (
+                "dataflow.algorithms",
+                ConfigDict({name: options}),
+                (f"config.dataflow.algorithms.{name} is {options!r}: give a dict of its options", '{"path": "'),
+            )
+            for name, options in (("mine", "curation:OnlyHard"), ("overlong_filter", 0.5), ("greso", None))
+        ),
         ("reward.components", ConfigDict(), ("config.reward.components is empty", "success")),
     ],
 )
