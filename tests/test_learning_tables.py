@@ -275,6 +275,8 @@ def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
     assert (
         learning.picture({name: [curve(run) for run in found] for name, found in runs.items()}).count("<polyline") == 2
     )
+    assert "| 3 never | 3 never |" in learning.row("grpo", runs["grpo"], 2.0, 200)
+    assert "never" not in learning.row("grpo", runs["grpo"], 0.5, 200)
     assert lines[1][3].split() == lines[1][2].split()[:1]  # a base for all of them
     for seed, run in enumerate(runs["rewardflow"]):
         config = load_run(run)

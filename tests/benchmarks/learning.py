@@ -73,7 +73,9 @@ def row(name: str, runs: Sequence[Path], target: float, tasks: int) -> str:
     curves = [curve(run) for run in runs]
     met = [spent for each in curves if (spent := each.until(target)) is not None]
     missed = [f"{len(runs) - len(met)} never"] if len(met) < len(runs) else []
-    spent = [", ".join([spread([each[unit] for each in met])] * bool(met) + missed) for unit in ("tokens", "seconds")]
+    spent = [
+        ", ".join([*([spread([each[unit] for each in met])] if met else []), *missed]) for unit in ("tokens", "seconds")
+    ]
     areas = f"{np.mean([area(each) for each in curves]):.3f}"
     ends = [f"{np.mean([last_steps(run, key) for run in runs]):.3f}" for key in ("entropy", "invalid_share")]
     return f"| {name} | {' | '.join([*played, areas, *spent, *ends])} |"
