@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
-from flowjax.envs.search.index import DenseIndex
-from flowjax.envs.search.server import compress
+from flowjax.envs.search.index import DenseIndex, compress
 
 WIDTH, VARYING, WIKI_PASSAGES = 768, 64, 21_015_324
 BATCH, TOPK = 256, 3

@@ -1,7 +1,9 @@
 """Search: BM25 against its formula, dense retrieval against a product written out, both kept on disk."""
 
+import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +169,65 @@ def test_a_compressed_index_is_made_once_and_finds_nearly_what_the_exact_one_doe
         recall[probes] = np.mean([len({row for row, _ in one} & {row for row, _ in other}) / 3 for one, other in pairs])
     assert recall[64] > 0.9 > recall[1] > 0.3  # passages of few letters differ by little
     assert all(found[row][0][0] == row and abs(found[row][0][1] - 1.0) < 0.01 for row in range(200))
-    assert [path.name for path in tmp_path.iterdir() if "made" in path.name] == ["made.index"]
+    assert [path.name for path in sorted(tmp_path.iterdir()) if "made" in path.name] == [
+        "made.index",
+        "made.index.json",
+    ]
+
+
+def vowels(texts: Sequence[str], role: str) -> np.ndarray:
+    return np.array([[text.count(letter) + 1.0 for letter in "aeiou"] for text in texts], np.float32)
+
+
+def nothing(texts: Sequence[str], role: str) -> np.ndarray:
+    return np.full((len(texts), letter_encoder.WIDTH), np.nan, np.float32)
+
+
+def test_an_index_of_something_else_is_refused(tmp_path: Path):
+    with (tmp_path / "corpus.jsonl").open("w") as file:
+        file.writelines(json.dumps({"id": str(number), "contents": f"word{number}"}) + "\n" for number in range(50))
+    corpus = f"--corpus={tmp_path / 'corpus.jsonl'}"
+    dense = ["--index=dense", "--encoder=letter_encoder:encode", f"--index_path={tmp_path / 'made.index'}"]
+    bm25 = f"--index_path={tmp_path / 'bm25'}"
+
+    def start(*flags: str) -> None:
+        server.load(server.read_arguments(flags))
+
+    for _ in range(2):
+        start(corpus, *dense, "--compress=Flat")
+        start(corpus, bm25)
+    start(corpus, *dense)
+    start("--documents=200", f"--index_path={tmp_path / 'seed'}")
+    for flags, named in (
+        (
+            [*dense, "--compress=SQ8"],
+            "made.index was made .* .compress 'Flat', here 'SQ8'.: remove it and made.index.json",
+        ),
+        (
+            [*dense, "--encoder=test_search_index:vowels"],
+            "encoder 'letter_encoder:encode', here 'test_search_index:vowels'",
+        ),
+    ):
+        with pytest.raises(WorldError, match=named):
+            start(corpus, *flags)
+    with pytest.raises(WorldError, match=r"seed was made of, or with, something else .contents"):
+        start("--documents=200", "--corpus_seed=1", f"--index_path={tmp_path / 'seed'}")
+    lines = (tmp_path / "corpus.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "corpus.jsonl").write_text("".join(reversed(lines)))
+    for flags in ([bm25], dense):
+        with pytest.raises(WorldError, match=r"was made of, or with, something else .contents"):
+            start(corpus, *flags)
+
+
+def test_an_index_that_cannot_be_searched_is_refused_at_the_start(tmp_path: Path):
+    texts = [document.contents for document in encyclopedia(200, 0).documents()]
+    DenseIndex.build(texts, letter_encoder.encode, save_to=tmp_path / "of_others.npy")
+    for encoder in ("test_search_index:vowels", "test_search_index:nothing"):
+        flags = [f"--encoder={encoder}", f"--index_path={tmp_path / 'of_others.npy'}", "--index=dense"]
+        with pytest.raises(WorldError, match=f"--encoder={encoder} cannot search the index"):
+            server.load(server.read_arguments(["--documents=200", *flags]))
+    with pytest.raises(WorldError, match="cannot search the index with --search_with='nprobe=0'"):
+        started(tmp_path, "--compress=IVF64,SQ8", "--search_with=nprobe=0")
 
 
 def test_what_makes_no_compressed_index_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

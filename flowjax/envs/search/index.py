@@ -6,6 +6,7 @@ corpus and query give the same passages on every machine.
 
 import contextlib
 import functools
+import json
 import logging
 import re
 import sys
@@ -19,13 +20,17 @@ from jaxtyping import Float, Int
 from flowjax.envs import NotReady, WorldError
 from flowjax.envs.search.corpus import CORPUS, Corpus, Document, encyclopedia, pages
 from flowjax.fields import load_named
-from flowjax.files import new_file, new_folder
+from flowjax.files import new_file, new_folder, replace_file
+from flowjax.records import state_key
 
 Scored = list[tuple[int, float]]  # rows and their scores, best first
 Encoder = Callable[[Sequence[str], Literal["query", "passage"]], Float[np.ndarray, "texts width"]]
 Vectors = Callable[[int, int], Float[np.ndarray, "passages width"]]  # of the passages from one row to before another
 _WORD = re.compile(r"(?u)\b\w\w+\b")
 _BLOCK = 1024  # passages encoded at once
+ADDED_AT_ONCE = 16_384  # vectors in memory while an index is compressed
+SAMPLED = 16  # so many of them, or up to twice, spread over all passages, teach it its cells and codes
+_DIGESTED = 1000  # passages, spread over all of them
 MAX_TOKENS = 256  # of a passage that a folder's encoder reads
 _ENCODED_AT_ONCE = 64
 
@@ -194,6 +199,68 @@ def read_vectors(path: Path) -> tuple[Vectors, int]:
     faiss = read_faiss(f"--vectors={path}")
     index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
     return lambda start, end: index.reconstruct_n(start, end - start), int(index.ntotal)
+
+
+def compress(vectors: Vectors, passages: int, form: str, path: Path) -> None:
+    """Write a faiss index of that form (what faiss calls a factory string), made a block of vectors at a time.
+
+    Raises:
+        WorldError: faiss is not installed, or makes no index of that form of so many passages.
+    """
+    faiss = read_faiss(f"--compress={form}")
+
+    def block(start: int) -> np.ndarray:
+        return np.ascontiguousarray(vectors(start, min(start + ADDED_AT_ONCE, passages)), np.float32)
+
+    starts = range(0, passages, ADDED_AT_ONCE)
+    try:
+        index = faiss.index_factory(vectors(0, 1).shape[1], form, faiss.METRIC_INNER_PRODUCT)
+        index.train(np.concatenate([block(start) for start in starts[:: max(len(starts) // SAMPLED, 1)]]))
+    except RuntimeError as error:
+        raise WorldError(f"--compress={form}: faiss makes no such index of {passages} passages ({error})") from error
+    for start in starts:
+        index.add(block(start))
+    with new_file(path) as unfinished:
+        faiss.write_index(index, str(unfinished))
+
+
+def digest(documents: Sequence[Document]) -> str:
+    """Digest of passages spread over all of them, which tells these from others."""
+    rows = range(0, len(documents), max(len(documents) // _DIGESTED, 1))
+    return f"{state_key(*(documents[row].contents for row in rows)):016x}"
+
+
+def kept(path: Path, wanted: Mapping[str, Any], load: Callable[[Path], Any]) -> Any:
+    """The index at a path. What `keep_how_made` wrote beside it has to say what is wanted; others' lack that.
+
+    Raises:
+        WorldError: it was made otherwise, or cannot be read, in which each library fails in ways of its own.
+    """
+    beside = _how_made_at(path)
+    try:
+        made = json.loads(beside.read_text()) if beside.exists() else wanted
+        others = [
+            f"{name} {made.get(name)!r}, here {value!r}" for name, value in wanted.items() if made.get(name) != value
+        ]
+        if others:
+            raise WorldError(
+                f"--index_path={path} was made of, or with, something else ({'; '.join(others)}): remove it and "
+                f"{beside.name} to have it made anew, or start the server as it was started then"
+            )
+        return load(path)
+    except WorldError:  # the above, or a library is missing
+        raise
+    except Exception as error:
+        raise WorldError(f"--index_path={path} cannot be read ({error!r}): remove it to have it made anew") from error
+
+
+def keep_how_made(path: Path, made: Mapping[str, Any]) -> None:
+    """Keep beside an index what it was made of, and how."""
+    replace_file(_how_made_at(path), json.dumps(made, indent=1))
+
+
+def _how_made_at(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
 
 
 def import_bm25s() -> tuple[Any, frozenset[str], Any]:

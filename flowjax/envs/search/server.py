@@ -41,14 +41,15 @@ from flowjax.envs.search.index import (
     Encoder,
     Index,
     Scored,
-    Vectors,
+    compress,
+    digest,
     encode_passages,
+    keep_how_made,
+    kept,
     load_encoder,
-    read_faiss,
     read_vectors,
 )
 from flowjax.envs.search.protocol import KEY_VARIABLE
-from flowjax.files import new_file
 
 MAX_WAITING = 16_384  # queries
 MAX_BODY_BYTES = 1 << 20
@@ -57,8 +58,6 @@ MAX_URLS = 64
 MAX_TOPK = 100
 MAX_QUERY_CHARACTERS = 4000
 DEFAULT_TOPK, DEFAULT_MIN_WORDS = 3, 20
-ADDED_AT_ONCE = 16_384  # vectors in memory while an index is compressed
-SAMPLED = 16  # so many of them, or up to twice, spread over all passages, teach it its cells and codes
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -332,33 +331,54 @@ def load(arguments: argparse.Namespace) -> tuple[Sequence[Document], Index]:
 
 def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) -> BM25Index | DenseIndex:
     path = Path(arguments.index_path) if arguments.index_path else None
-    if arguments.index == "bm25":
-        if path is not None and path.exists():
-            return _kept(path, BM25Index.load)
-        index = BM25Index([passage.contents for passage in documents])
-        if path is not None:
-            index.save(path)
-        return index
-    encode = load_encoder(arguments.encoder)
-    if path is not None and path.is_file():
-        index = _kept(path, lambda path: DenseIndex.load(path, encode))
-    elif arguments.compress:
-        index = _compressed(arguments, documents, encode, path)
+    encode = load_encoder(arguments.encoder) if arguments.index == "dense" else None
+    made = _how_made(arguments, documents)
+    if path is not None and path.exists():
+        index = kept(path, made, BM25Index.load if encode is None else lambda path: DenseIndex.load(path, encode))
     else:
-        index = DenseIndex.build([passage.contents for passage in documents], encode, save_to=path)
-    if arguments.search_with:
-        index.search_with(arguments.search_with)
+        index = _make_index(arguments, documents, encode, path)
+        if path is not None:
+            keep_how_made(path, made)
+    if isinstance(index, DenseIndex):
+        if arguments.search_with:
+            index.search_with(arguments.search_with)
+        _try_search(arguments, index, documents[0])
     return index
 
 
-def _kept(path: Path, load_index: Callable[[Path], Any]) -> Any:
-    """The index at a path, which is named where it cannot be read: each library fails in ways of its own."""
+def _how_made(arguments: argparse.Namespace, documents: Sequence[Document]) -> dict[str, Any]:
+    """The flags that make an index another one, and what tells its passages from others. A compressed one may be
+    loaded without the flags that it was made with."""
+    encoder = Path(arguments.encoder)
+    given = {"index": arguments.index, "encoder": encoder.resolve().name if encoder.is_dir() else arguments.encoder}
+    given |= {"compress": arguments.compress, "vectors": Path(arguments.vectors).name}
+    return {"passages": len(documents), "contents": digest(documents)} | {k: v for k, v in given.items() if v}
+
+
+def _try_search(arguments: argparse.Namespace, index: DenseIndex, passage: Document) -> None:
     try:
-        return load_index(path)
-    except WorldError:  # a library is missing
-        raise
-    except Exception as error:
-        raise WorldError(f"--index_path={path} cannot be read ({error!r}): remove it to have it made anew") from error
+        why = "" if index.search([passage.contents], 1)[0] else "nothing is found"
+    except Exception as error:  # of an encoder of their own, or of faiss
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        raise WorldError(
+            f"--encoder={arguments.encoder} cannot search the index with --search_with={arguments.search_with!r} "
+            f"({why}): give the encoder that its vectors are of, and faiss's parameters in their range"
+        )
+
+
+def _make_index(
+    arguments: argparse.Namespace, documents: Sequence[Document], encode: Encoder | None, path: Path | None
+) -> BM25Index | DenseIndex:
+    if encode is not None and arguments.compress:
+        return _compressed(arguments, documents, encode, path)
+    texts = [passage.contents for passage in documents]
+    if encode is not None:
+        return DenseIndex.build(texts, encode, save_to=path)
+    index = BM25Index(texts)
+    if path is not None:
+        index.save(path)
+    return index
 
 
 def _compressed(
@@ -375,29 +395,6 @@ def _compressed(
         raise WorldError(f"--vectors={arguments.vectors} holds {count} passages and the corpus {len(documents)}")
     compress(vectors, count, arguments.compress, path)
     return DenseIndex.load(path, encode)
-
-
-def compress(vectors: Vectors, passages: int, form: str, path: Path) -> None:
-    """Write a faiss index of that form (what faiss calls a factory string), made a block of vectors at a time.
-
-    Raises:
-        WorldError: faiss is not installed, or makes no index of that form of so many passages.
-    """
-    faiss = read_faiss(f"--compress={form}")
-
-    def block(start: int) -> np.ndarray:
-        return np.ascontiguousarray(vectors(start, min(start + ADDED_AT_ONCE, passages)), np.float32)
-
-    starts = range(0, passages, ADDED_AT_ONCE)
-    try:
-        index = faiss.index_factory(vectors(0, 1).shape[1], form, faiss.METRIC_INNER_PRODUCT)
-        index.train(np.concatenate([block(start) for start in starts[:: max(len(starts) // SAMPLED, 1)]]))
-    except RuntimeError as error:
-        raise WorldError(f"--compress={form}: faiss makes no such index of {passages} passages ({error})") from error
-    for start in starts:
-        index.add(block(start))
-    with new_file(path) as unfinished:
-        faiss.write_index(index, str(unfinished))
 
 
 def check_exposure(host: str, key: str, open_to_all: bool) -> None:
