@@ -363,6 +363,18 @@ def test_an_oracle_plays_questions_without_a_known_chain(tmp_path: Path):
     assert env.step(Search().expert(env)).outcome["success"] == 1.0
 
 
+def test_passages_of_one_id_are_two_states(tmp_path: Path):
+    build(tmp_path, seed=3, documents=200, train=1, held_out=1, hops=[2])
+    with (tmp_path / "corpus.jsonl").open("w") as file:
+        file.writelines(json.dumps({"id": "7", "contents": text}) + "\n" for text in ("alpha one", "beta two"))
+    env, task = Search(path=str(tmp_path)).env(), take(Search(path=str(tmp_path)).tasks("train", 0), 0)
+    keys = set()
+    for searched in (["alpha"], ["beta"], ["alpha", "beta"], ["beta", "alpha"]):
+        env.reset(task, 0)
+        keys.add([env.step(f"search[{word}]").observation.state_key for word in searched][-1])
+    assert len(keys) == 3
+
+
 @pytest.mark.parametrize(
     ("written", "named"),
     [

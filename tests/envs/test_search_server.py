@@ -407,6 +407,14 @@ def test_an_answer_without_passages_is_named(answer: Mapping[str, Any]):
             retriever.access("x")
 
 
+def test_pages_without_an_id_are_named_by_their_address():
+    answer = {"result": [{"id": None, "contents": "x"}]}
+    with serving(type("Handler", (Flaky,), {"failures": [], "nothing": answer})) as address:
+        retriever = RemoteRetriever([address], wire="queries", timeout_s=60)
+        found = [retriever.access(url) for url in ("http://a", "http://b")]
+        assert [page and page.id for page in found] == ["http://a", "http://b"]
+
+
 def test_an_answer_nested_too_deep_is_named():
     class Deep(Flaky):
         def do_POST(self) -> None:

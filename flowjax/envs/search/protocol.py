@@ -223,7 +223,9 @@ def read_found(wire: Wire, answer: Any) -> list[Document]:
 def read_page(url: str, answer: Any) -> Document | None:
     """The page of an answer, None where there is none; anything else raises what it happens to."""
     page = answer["result"][0]
-    return None if page is None else document({"url": url, "id": url, **page}, -1)
+    if page is None:
+        return None
+    return document({"url": url, "id": url, **{name: value for name, value in page.items() if value is not None}}, -1)
 
 
 def _passage(fields: Mapping[str, Any]) -> Document:

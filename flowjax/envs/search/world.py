@@ -382,7 +382,7 @@ class SearchEnv:
         names = ("answers", "chain", "augmented")
         text = " ".join(payload["question"].split())
         self._question = Question(text, *(tuple(payload.get(name, ())) for name in names))
-        self._known: dict[str, str] = {}  # id -> title
+        self._known: dict[str, str] = {}  # id and contents, as ids may be given twice -> title
         self._queries: list[str] = []
         self._latest: frozenset[str] = frozenset()
         self._found: tuple[tuple[str, str], ...] | None = None
@@ -404,7 +404,7 @@ class SearchEnv:
         found = self._look_up(verb, argument)
         self._queries.append(argument)
         self._latest = frozenset(passage.title for passage in found)
-        self._known.update((passage.id, passage.title) for passage in found)
+        self._known.update((f"{passage.id}\n{passage.contents}", passage.title) for passage in found)
         self._found = shown(found, self._options.document_characters)
         return Step(self._observe(), 0.0, False, True, self._outcome())
 
