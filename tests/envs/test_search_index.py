@@ -83,6 +83,13 @@ def test_dense_retrieval_equals_the_product_written_out(library: str, monkeypatc
         assert all(scores[row] == pytest.approx(score, abs=1e-5) for row, score in found)
 
 
+def test_of_equal_passages_the_first_rows_are_found():
+    once = np.random.default_rng(0).normal(size=(3000, 64)).astype(np.float32)
+    index = DenseIndex(lambda texts, role: once[list(map(int, texts))], np.concatenate([once] * 4))
+    found = [[row for row, _ in index.search([str(number)], 3)[0]] for number in range(60)]
+    assert found == [[number, number + 3000, number + 6000] for number in range(60)]
+
+
 def test_vectors_are_kept(tmp_path: Path):
     texts = ["lake como", "river town", "zebra"]
     built = DenseIndex.build(texts, letter_encoder.encode, save_to=tmp_path / "vectors.npy")

@@ -1,7 +1,8 @@
 """Indices over passages: BM25 by words, dense by vectors of a sentence encoder; and the retriever in a process.
 
-Each index answers a batch of queries with the best rows of each. Equal scores are ordered by row, so that the same
-corpus and query give the same passages on every machine.
+Each index answers a batch of queries with the best rows of each. Equal scores are ordered by row, so that BM25 gives
+the same passages for a query on every machine. Of vectors, passages whose scores differ by rounding may change places:
+faiss computes products of many queries otherwise than of one.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ _WORD = re.compile(r"(?u)\b\w\w+\b")
 _BLOCK = 1024  # passages encoded at once
 ADDED_AT_ONCE = 16_384  # vectors in memory while an index is compressed
 SAMPLED = 16  # so many of them, or up to twice, spread over all passages, teach it its cells and codes
+_TIED = 16  # passages with the score of the last one wanted, among which the order by row holds
 _DIGESTED = 1000  # passages, spread over all of them
 MAX_TOKENS = 256  # of a passage that a folder's encoder reads
 _ENCODED_AT_ONCE = 64
@@ -147,8 +149,9 @@ class DenseIndex:
     def search(self, queries: Sequence[str], count: int) -> list[Scored]:
         wanted = np.ascontiguousarray(self._encode(queries, "query"), np.float32)
         if self._index is not None:
-            scores, rows = self._index.search(wanted, min(count, self.passages))
-            return [_ordered(row[row >= 0], score[row >= 0]) for row, score in zip(rows, scores, strict=True)]
+            # Of equal scores faiss keeps any: some more are asked for, so that the lowest rows are among them.
+            scores, rows = self._index.search(wanted, min(count + _TIED, self.passages))
+            return [_ordered(row[row >= 0], score[row >= 0])[:count] for row, score in zip(rows, scores, strict=True)]
         return [_best(scores, count, -np.inf) for scores in wanted @ self._vectors.T]
 
 
