@@ -394,10 +394,10 @@ def test_a_corpus_that_cannot_be_read_is_named(tmp_path: Path, written: str | No
         Search(path=str(tmp_path)).env()
 
 
-def test_a_corpus_too_large_for_every_process_wants_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flowjax.envs.search.index.LOCAL_LIMIT_BYTES", 100)
-    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"T"\n' + "x" * 100}) + "\n")
-    with pytest.raises(WorldError, match=r"search\.server --corpus"):
+def test_a_corpus_too_large_for_every_process_wants_a_server(tmp_path: Path):
+    with (tmp_path / "corpus.jsonl").open("wb") as file:
+        file.truncate(200_000_000)  # takes no place on the disk
+    with pytest.raises(WorldError, match=r"corpus\.jsonl has 200 MB.*128 MB at most.*search\.server --corpus"):
         Search(path=str(tmp_path)).env()
 
 

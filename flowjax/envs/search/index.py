@@ -349,7 +349,8 @@ class _FolderEncoder:
 
 # They find an environment's passages: by an index in its process, or by asking a retrieval server (`protocol`).
 
-LOCAL_LIMIT_BYTES = 1 << 30  # of a corpus that is indexed in the environment's own process
+# Of a corpus that is indexed in the environment's own process: 40 s at 3 MB/s, where a worker has 120 s to open one.
+LOCAL_LIMIT_BYTES = 128_000_000
 
 
 class Retriever(Protocol):
@@ -388,7 +389,8 @@ def local(path: str, documents: int, seed: int) -> LocalRetriever:
     file = Path(path) / CORPUS
     if path and file.is_file() and file.stat().st_size > LOCAL_LIMIT_BYTES:
         raise WorldError(
-            f"{file} has {file.stat().st_size / 1e9:.1f} GB, too much to index in every environment process: start "
+            f"{file} has {file.stat().st_size / 1e6:,.0f} MB, and each environment process would index it "
+            f"({LOCAL_LIMIT_BYTES / 1e6:,.0f} MB at most): start "
             f"`python -m flowjax.envs.search.server --corpus={file}` and name its address in env.options.retriever"
         )
     corpus = Corpus(file) if path else encyclopedia(documents, seed).documents()
