@@ -226,6 +226,16 @@ def test_an_index_of_something_else_is_refused(tmp_path: Path):
             start(corpus, *flags)
 
 
+def test_a_path_that_cannot_be_written_is_refused_before_passages_are_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(server, "_make_index", lambda *given: pytest.fail("it was made first"))
+    for flags in (["--index=bm25"], [], ["--compress=Flat"]):
+        with pytest.raises(WorldError, match=r"--index_path=.*/file/x\.index cannot be written .*: give another"):
+            started(tmp_path, *flags, f"--index_path={tmp_path / 'file' / 'x.index'}")
+
+
 def test_an_index_that_cannot_be_searched_is_refused_at_the_start(tmp_path: Path):
     texts = [document.contents for document in encyclopedia(200, 0).documents()]
     DenseIndex.build(texts, letter_encoder.encode, save_to=tmp_path / "of_others.npy")

@@ -257,6 +257,16 @@ def kept(path: Path, wanted: Mapping[str, Any], load: Callable[[Path], Any]) -> 
         raise WorldError(f"--index_path={path} cannot be read ({error!r}): remove it to have it made anew") from error
 
 
+def try_writing(path: Path) -> None:
+    """Refuse a path that cannot be written, before hours of encoding."""
+    try:
+        with new_file(path.with_name(f"{path.name}.trial")) as trial:
+            trial.touch()
+        path.with_name(f"{path.name}.trial").unlink()
+    except OSError as error:
+        raise WorldError(f"--index_path={path} cannot be written ({error}): give another") from error
+
+
 def keep_how_made(path: Path, made: Mapping[str, Any]) -> None:
     """Keep beside an index what it was made of, and how."""
     replace_file(_how_made_at(path), json.dumps(made, indent=1))

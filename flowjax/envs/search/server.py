@@ -48,6 +48,7 @@ from flowjax.envs.search.index import (
     kept,
     load_encoder,
     read_vectors,
+    try_writing,
 )
 from flowjax.envs.search.protocol import KEY_VARIABLE
 
@@ -336,6 +337,8 @@ def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) ->
     if path is not None and path.exists():
         index = kept(path, made, BM25Index.load if encode is None else lambda path: DenseIndex.load(path, encode))
     else:
+        if path is not None:
+            try_writing(path)
         index = _make_index(arguments, documents, encode, path)
         if path is not None:
             keep_how_made(path, made)
