@@ -121,6 +121,8 @@ def test_an_installed_package_offers_operators(own_module: Path):
         ('inputs = (Field("answer"),)', 'inputs = (Field("answer"), Field("answer"))', "'answer' twice"),
         ("async def run", "async def work", "run is missing: implement async def run"),
         ("async def run", "def run", "run cannot be awaited: write it as async def run"),
+        ("inputs, context)", "inputs)", r"run cannot be called so \(too many positional arguments\): write it as"),
+        ("inputs, context)", "inputs, context, more)", r"run cannot be called so \(missing a required argument"),
         ("(Operator)", "", "derive a class from flowjax.canvas.operators.Operator"),
     ],
 )

@@ -178,6 +178,10 @@ def _fault(operator: type[Operator]) -> str | None:
         return "run is missing: implement async def run(self, inputs, context)"
     if not inspect.iscoroutinefunction(inspect.unwrap(operator.run)):
         return "run cannot be awaited: write it as async def run(self, inputs, context)"
+    try:
+        inspect.signature(operator.run).bind("self", "inputs", "context")
+    except TypeError as error:
+        return f"run cannot be called so ({error}): write it as async def run(self, inputs, context)"
     return None
 
 
