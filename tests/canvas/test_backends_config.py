@@ -134,6 +134,10 @@ def test_a_backend_of_ones_own():
     [
         ("return None", r"backends\.mine: own_backend:make gives None, which is no backend: give an object with"),
         ("return type('Nameless', (), {'complete': print})()", r"which is no backend: give an object with `identity`"),
+        (
+            "return type('Plain', (), {'identity': 'p', 'complete': lambda self, request: 'yes'})()",
+            r"own_backend:make gives <.*Plain object at .*>, whose `complete` cannot be awaited: write it as",
+        ),
         ("raise OSError('no such model folder')", r"own_backend:make cannot be had \(OSError: no such model folder\)"),
     ],
 )

@@ -201,6 +201,11 @@ def _of_path(where: str, path: str, given: Options) -> Backend:
             f"{where}: {path} gives {shown(backend)}, which is no backend: give an object with `identity`, a text, and "
             "`async def complete(self, request)`"
         )
+    if not inspect.iscoroutinefunction(inspect.unwrap(backend.complete)):
+        raise BackendConfigError(
+            f"{where}: {path} gives {shown(backend)}, whose `complete` cannot be awaited: write it as "
+            "`async def complete(self, request)`"
+        )
     return backend
 
 
