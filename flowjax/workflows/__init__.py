@@ -215,13 +215,16 @@ def outcomes_of(workflow: str, agent: str, world: type[World]) -> tuple[str, ...
     """Outcomes that every part of an agent reports in episodes of the world: see `flowjax.workflows`.
 
     Raises:
-        WorldError: the workflow does not list its own by agent.
+        WorldError: the workflow does not list its own by agent, or not as names.
     """
     module = workflow.partition(":")[0]
     by_agent = declared(module, "OUTCOMES") or {}
     if not isinstance(by_agent, dict):
         raise WorldError(f"{module} has OUTCOMES {by_agent!r}: give a map of agents to the outcomes that each reports")
-    named = tuple(by_agent.get(agent, ()))
+    listed = by_agent.get(agent, ())
+    if not isinstance(listed, tuple | list | set):  # a text would be read letter by letter
+        raise WorldError(f"{module} has OUTCOMES[{agent!r}] {listed!r}: give a tuple of names, such as ('finished',)")
+    named = tuple(listed)
     return named if "success" in named else (*world.OUTCOMES, *named)
 
 

@@ -13,6 +13,8 @@ import pytest
 from configs import canvas, code, sokoban
 from configs.math_pair import get_config
 from flowjax import rewards
+from flowjax.envs import WorldError
+from flowjax.envs.sokoban import Sokoban
 from flowjax.launch import preflight
 from flowjax.launch.devices import Devices
 from flowjax.launch.probe import inspect_run
@@ -20,7 +22,7 @@ from flowjax.models.config import hf_config, known_shape
 from flowjax.models.nano import build_tokenizer, nano_config
 from flowjax.models.shape import Experts
 from flowjax.run import resolve
-from flowjax.workflows import declared, single
+from flowjax.workflows import declared, outcomes_of, single
 
 
 def problems(**changes) -> list[str]:
@@ -140,6 +142,9 @@ def test_outcomes_of_a_workflow_are_by_agent(tmp_path, monkeypatch):
     (tmp_path / "flat.py").write_text('OUTCOMES = ("helpful",)\n\nasync def play(*_, **__): ...\n')
     monkeypatch.syspath_prepend(tmp_path)
     assert any("flat has OUTCOMES ('helpful',): give a map" in text for text in problems(workflow="flat:play"))
+    (tmp_path / "letters.py").write_text('OUTCOMES = {"first": "finished"}\n')
+    with pytest.raises(WorldError, match=r"letters has OUTCOMES\['first'\] 'finished': give a tuple of names, such as"):
+        outcomes_of("letters:play", "first", Sokoban)
 
 
 @pytest.mark.parametrize(
