@@ -27,6 +27,7 @@ _KINDS: dict[Any, str] = {
     tuple: "a tuple such as ('a', 'b')",
     dict: "a dict",
 }
+_PLAIN: dict[type, type] = {bool: bool, int: float, float: float, str: str}  # type of options by that of their default
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _MOST = 10**9  # of a whole number whose declaration names no end
 _LONGEST_CHARACTERS = 4096  # of a text: as long as a path may be
@@ -351,14 +352,15 @@ def option_problems(path: str, options: Mapping[str, Any], declared: Mapping[str
 
 
 def declared_types(owner: Any) -> dict[str, Any]:
-    """Annotated type of every parameter of a function or field of a dataclass; Any of those without one, and of
-    "**" where it takes any name."""
+    """Annotated type of every parameter of a function or field of a dataclass; of those without one the type of the
+    default, if that is a number, a switch or a text; else Any, as of "**" where it takes any name."""
     try:
         hints = typing.get_type_hints(inspect.unwrap(owner), include_extras=True)
     except (NameError, TypeError):  # an annotation that only a type checker can resolve
         hints = {}
     parameters = inspect.signature(owner).parameters
-    named = {name: hints.get(name, Any) for name, each in parameters.items() if each.kind not in _SEVERAL}
+    plain = {name: _PLAIN.get(type(p.default), Any) for name, p in parameters.items() if p.annotation is p.empty}
+    named = {name: (plain | hints).get(name, Any) for name, each in parameters.items() if each.kind not in _SEVERAL}
     return named | ({"**": Any} if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) else {})
 
 

@@ -52,6 +52,19 @@ def test_an_owner_that_takes_any_name_is_not_asked_about_others():
     assert message == "config.credit.options.gamma is 'a': give a number"
 
 
+def test_an_option_without_annotation_has_the_type_of_its_default():
+    def estimator(table, *, scale=1, base="mean", whole=False, other=None): ...
+
+    types = declared_types(estimator)
+    sound = {"scale": 0.5, "base": "none", "whole": True, "other": "anything"}
+    assert not list(option_problems("config.credit.options", sound, types, "it"))
+    assert list(option_problems("config.credit.options", {"scale": "two", "base": 1, "whole": "yes"}, types, "it")) == [
+        "config.credit.options.scale is 'two': give a number",
+        "config.credit.options.base is 1: give text",
+        "config.credit.options.whole is 'yes': give True or False",
+    ]
+
+
 def test_options_are_tuples_again_where_a_message_has_made_lists_of_them():
     @dataclass(frozen=True)
     class Sizes:
