@@ -1,6 +1,7 @@
 """Data algorithms: their hooks, how one is found by its name, and those of a run asked together."""
 
 import contextlib
+import difflib
 import inspect
 import logging
 import math
@@ -227,8 +228,16 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
         raise ConfigError(f"{field} is {options}: {error}") from error
     except Exception as error:
         raise ConfigError(f"{field} cannot be made with {options} ({type(error).__name__}: {error})") from error
-    for hook, asked in inspect.getmembers(Algorithm, inspect.isfunction):
+    hooks = dict(inspect.getmembers(Algorithm, inspect.isfunction))
+    for hook, asked in hooks.items():
         _check_hook(f"{field}.path is {path}, whose {hook}", getattr(algorithm, hook), asked)
+    for name, _ in inspect.getmembers(kind, inspect.isfunction):
+        # 0.85 takes a letter more, less or changed for a slip, but leaves other words alone ("score" beside "serve").
+        if name not in hooks and (near := difflib.get_close_matches(name, hooks, cutoff=0.85)):
+            raise ConfigError(
+                f"{field}.path is {path}, whose {name} is no hook and would never be called: name it "
+                f"{' or '.join(sorted(near))}, or otherwise where it is your own"
+            )
     return algorithm
 
 

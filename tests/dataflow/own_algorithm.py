@@ -101,3 +101,18 @@ class Forgetful(Algorithm):
 
     def choose(self, task: Task, position: int) -> bool:  # pyright: ignore[reportReturnType]
         del task, position
+
+
+class Misspelt(Algorithm):
+    """Has a hook that nobody calls."""
+
+    def __init__(self, *, seed: int):
+        del seed
+
+    def score(self, task: Task) -> int:
+        """No hook, and not like one."""
+        return task.seed
+
+    def chose(self, task: Task, position: int) -> bool:
+        del position
+        return self.score(task) > 0

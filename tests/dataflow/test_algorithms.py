@@ -381,6 +381,10 @@ def test_mistakes_are_named(algorithms, message):
     ("name", "message"),
     [
         ("TooFew", r"mine.path is .*:TooFew, whose keep cannot be called with \(result\): too many"),
+        (
+            "Misspelt",
+            r"mine.path is .*:Misspelt, whose chose is no hook .*: name it choose or chosen, or",
+        ),
         ("Waiting", r"mine.path is .*:Waiting, whose keep is async, and nothing waits for it: make it a plain"),
     ],
 )
