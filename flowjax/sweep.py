@@ -164,10 +164,11 @@ def _values(path: Path) -> dict[str, Any]:
         if name == "SEEDS" and isinstance(values[name], list | range):
             values[name] = tuple(values[name])
         if not isinstance(values[name], kind) or isinstance(values[name], bool) or not _fits(name, values[name]):
-            said = f"is {shown(values[name])}" if name in given else "is missing"
+            lower = f", and {name.lower()} is no name of a sweep" if name.lower() in vars(module) else ""
+            said = f"is {shown(values[name])}" if name in given else f"is missing{lower}"
             raise ConfigError(f"{path}: {name} {said}: give {remedy}")
     for name, variant in values["VARIANTS"].items():
-        if not isinstance(name, str) or not FOLDER_NAME.fits(name):
+        if not isinstance(name, str) or not name or not FOLDER_NAME.fits(name):
             raise ConfigError(f"{path}: VARIANTS has {shown(name)}: {FOLDER_NAME.remedy}")
         if not isinstance(variant, str | Mapping):
             raise ConfigError(f"{path}: VARIANTS[{name!r}] is {shown(variant)}: give a dict of fields, or a recipe")
@@ -195,6 +196,9 @@ def _run(path: Path, recipe: str, folder: Path, name: str, variant: str | Mappin
     fields = (
         {} if isinstance(variant, str) else {field.removeprefix("config."): value for field, value in variant.items()}
     )
+    if len(fields) < len(variant) and not isinstance(variant, str):
+        twice = next(field for field in fields if {field, f"config.{field}"} <= variant.keys())
+        raise ConfigError(f"{twice} and config.{twice} are one field, which is given twice: leave one of them out")
     if reserved := {"seed", "name", "runs"} & fields.keys():
         raise ConfigError(f"config.{min(reserved)} is the sweep's to set: use SEEDS, NAME and RUNS")
     run_name = f"{name}-{seed}"

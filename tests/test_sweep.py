@@ -89,6 +89,13 @@ def test_variants_times_seeds_are_runs_with_configs_of_their_own():
         ("1e-6", "'fast'", r"VARIANTS\['slow'\]: config.optimizer.learning_rate takes a number, not 'fast'"),
         ("1e-6", "-1.0", r"VARIANTS\['slow'\]: config.optimizer.learning_rate is -1.0"),
         ('"grpo": {', '"a/b": {', "VARIANTS has 'a/b': give"),
+        ('"grpo": {', '"": {', "VARIANTS has '': give"),
+        ("RECIPE =", "recipe =", "RECIPE is missing, and recipe is no name of a sweep: give a recipe such as"),
+        (
+            '{"credit.name": "grpo"}',
+            '{"config.credit.name": "grpo", "credit.name": "gigpo"}',
+            r"VARIANTS\['grpo'\]: credit.name and config.credit.name are one field, which is given twice: leave",
+        ),
         ('{"credit.name": "grpo"}', "3", r"VARIANTS\['grpo'\] is 3: give a dict of fields, or a recipe"),
         ('"credit.name": "grpo"', '"seed": 3', "config.seed is the sweep's to set: use SEEDS, NAME and RUNS"),
         ('"credit.name": "grpo"', '"eval.tasks": 0', "config.eval.tasks is 0: a sweep compares held-out evaluations"),
