@@ -218,6 +218,18 @@ def test_where_two_episodes_part_is_a_move_that_there_is(page: Path):
     visit(read)
 
 
+def test_states_without_a_drawing_are_told_apart(page: Path):
+    views = ["page: shop\nask: shoes\n\nkind: results\na\nb\nc\nd\ne", "page: shop\nask: shoes\nkind: item", ""]
+
+    async def read(opened: Browser) -> None:
+        await opened.open(page)
+        lines = await opened.run(f"tellingLines({json.dumps(views)})")
+        assert lines == [["kind: results", "a", "b", "c", "d"], ["page: shop", "ask: shoes", "kind: item"], []]
+        assert await opened.run("middle('click[b000000440]', 12)") == "click[…0440]"
+
+    visit(read)
+
+
 def test_an_address_that_leads_nowhere_says_so(page: Path):
     async def read() -> None:
         async with browser() as opened:

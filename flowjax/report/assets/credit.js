@@ -34,7 +34,7 @@ SECTIONS.credit = {
       table(["Episode", "Outcome", "Reward", "Moves and their advantages"], group.episodes.map((one, i) => [
         make("a", {href: `#episodes/${described.key}/${place}/${i}`}, `episode ${i + 1}`), outcomeOf({...one, success: one.outcome.success}), number(one.reward),
         make("span", {}, one.turns.map((turn, t) => make("button", {class: "move", title: turn.why, onclick: () => { const at = edgeOf(group.graph, i, t); if (at >= 0) graph.choose(at); }},
-          `${shorten(turn.action || "invalid", 18)} `, make("span", {class: turn.advantage < 0 ? "bad" : "good"}, signed(turn.advantage)))))]), "Episodes of the group"));
+          `${middle(turn.action || "invalid", 18)} `, make("span", {class: turn.advantage < 0 ? "bad" : "good"}, signed(turn.advantage)))))]), "Episodes of the group"));
     if (graph && edge !== null) graph.choose(edge);
   },
 };
@@ -72,7 +72,8 @@ function stateGraph(made, group, onmove) {
     svg.append(element);
     return element;
   });
-  for (const node of nodes) svg.append(nodeBox(made, node, x(node), y(node), node.value / most));
+  const said = tellingLines(nodes.map((node) => made.views[node.view]));
+  nodes.forEach((node, i) => svg.append(nodeBox(made, node, x(node), y(node), node.value / most, said[i])));
   svg.append(...labels.map((label) => label.text));  // above all, where a pointer goes through them
   function choose(i) {
     for (const marked of [drawnEdges, labels.map((label) => label.text)]) marked.forEach((element, place) => element.classList.toggle("chosen", place === i));
@@ -90,17 +91,27 @@ function stateGraph(made, group, onmove) {
 // Actions that lead from one state to the same other one share an arrow; none of them may pass for all.
 function labelOf(edge) {
   const all = edge.actions.map((one) => one.action).join(" / ");
-  return edge.actions.length > 1 && all.length > 16 ? `${edge.actions.length} actions` : shorten(all, edge.actions.length > 1 ? 16 : 12);
+  return edge.actions.length > 1 && all.length > 16 ? `${edge.actions.length} actions` : edge.actions.length > 1 ? all : middle(all, 12);
+}
+// Of click[b000000440] and click[b000000228], the end tells one from the other.
+function middle(text, most) { return text.length > most ? `${text.slice(0, most / 2)}…${text.slice(1 - most / 2)}` : text; }
+
+// Of each state the five lines that fewest others have, in their order: what all of a page's states say tells none apart.
+function tellingLines(views) {
+  const states = new Map();
+  for (const line of views.flatMap((view) => [...new Set(view.split("\n"))])) states.set(line, (states.get(line) || 0) + 1);
+  return views.map((view) => view.split("\n").map((line, i) => [line, i]).filter(([line]) => line.trim())
+    .sort(([a, i], [b, j]) => states.get(a) - states.get(b) || i - j).slice(0, 5).sort(([, i], [, j]) => i - j).map(([line]) => line));
 }
 
-function nodeBox(made, node, x, y, share) {
+function nodeBox(made, node, x, y, share, lines) {
   const label = `${node.end ? `${node.end}, ` : ""}V ${number(node.value, 2)} ×${node.visits}`;
-  const picture = made.pictures[node.picture], lines = made.views[node.view].split("\n");
+  const picture = made.pictures[node.picture];
   return make("g", {class: `node ${node.end || (node.start ? "begin" : "")}`},
     make("title", {}, `${label}\n${made.views[node.view]}`),
     make("rect", {x, y, width: NODE.width, height: NODE.height, rx: 8, style: `--share:${Math.round(55 * Math.max(share, 0))}%`}),
     picture ? make("image", {href: imageOf(picture), x: x + (NODE.width - NODE.picture) / 2, y: y + 8, width: NODE.picture, height: NODE.picture, preserveAspectRatio: "xMidYMid meet"})
-      : lines.slice(0, 5).map((line, i) => make("text", {x: x + 6, y: y + 18 + 13 * i, class: "view"}, shorten(line, 16))),
+      : lines.map((line, i) => make("text", {x: x + 6, y: y + 18 + 13 * i, class: "view"}, shorten(line, 14))),
     make("text", {x: x + NODE.width / 2, y: y + NODE.height - 26, "text-anchor": "middle", class: "name"}, node.end || (node.start ? "start" : "")),
     make("text", {x: x + NODE.width / 2, y: y + NODE.height - 10, "text-anchor": "middle"}, `V ${number(node.value, 2)} ×${node.visits}`));
 }
