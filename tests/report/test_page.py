@@ -225,6 +225,7 @@ def test_states_without_a_drawing_are_told_apart(page: Path):
         await opened.open(page)
         lines = await opened.run(f"tellingLines({json.dumps(views)})")
         assert lines == [["kind: results", "a", "b", "c", "d"], ["page: shop", "ask: shoes", "kind: item"], []]
+        assert await opened.run("[-0.001, 0, 0.2, null].map(signed)") == ["0.00", "0.00", "+0.20", "–"]
         assert await opened.run("middle('click[b000000440]', 12)") == "click[…0440]"
 
     visit(read)

@@ -55,7 +55,22 @@ def test_parts_of_credit_add_up_and_the_sentence_names_them(run: Path):
     for turn in turns:
         parts = turn["advantage_parts"]
         assert parts["episode"] + parts["step"] == pytest.approx(turn["advantage"], abs=3e-5)
-        assert turn["why"].startswith(f"Advantage {turn['advantage']:+.2f} = {parts['episode']:+.2f} for the episode")
+        said = f"Advantage {turn['advantage']:+.2f} = {parts['episode']:+.2f} for the episode".replace("-0.00", "+0.00")
+        assert turn["why"].startswith(said)
+
+
+def test_a_sentence_on_credit_has_no_negative_zero_and_begins_with_a_capital(tmp_path: Path):
+    run = record_run(tmp_path / "run", steps=1, groups=1)
+    groups, known = read_batch(run, "agent", 0), read_run(run)
+    for turn in (turn for line in groups[0].lines for turn in line["turns"]):
+        turn["advantage"] = -0.001
+        del turn["advantage_parts"]
+    piece = EpisodePages(known).piece(groups)
+    explain_credit(groups, piece, known.policies["agent"].credit)
+    for turn in (turn for episode in piece["groups"][0]["episodes"] for turn in episode["turns"]):
+        assert re.match(
+            r"Advantage \+0\.00, the same for every move of the episode \(rewardflow\)\. (It|All) ", turn["why"]
+        )
 
 
 def test_episodes_that_earned_the_same_are_said_to_be_alike(run: Path):

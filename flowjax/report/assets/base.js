@@ -37,7 +37,8 @@ function number(value, digits = 3) {
   return Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : digits);
 }
 function percent(value) { return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`; }
-function signed(value) { return value === null || value === undefined ? "–" : `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(2)}`; }
+function isNone(value) { return Math.abs(value) < 0.005; }  // as two digits show it
+function signed(value) { return value === null || value === undefined ? "–" : isNone(value) ? "0.00" : `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(2)}`; }
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 90) return `${seconds.toFixed(seconds < 10 && seconds > 0 ? 1 : 0)} s`;

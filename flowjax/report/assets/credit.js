@@ -34,7 +34,7 @@ SECTIONS.credit = {
       table(["Episode", "Outcome", "Reward", "Moves and their advantages"], group.episodes.map((one, i) => [
         make("a", {href: `#episodes/${described.key}/${place}/${i}`}, `episode ${i + 1}`), outcomeOf({...one, success: one.outcome.success}), number(one.reward),
         make("span", {}, one.turns.map((turn, t) => make("button", {class: "move", title: turn.why, onclick: () => { const at = edgeOf(group.graph, i, t); if (at >= 0) graph.choose(at); }},
-          `${middle(turn.action || "invalid", 18)} `, make("span", {class: turn.advantage < 0 ? "bad" : "good"}, signed(turn.advantage)))))]), "Episodes of the group"));
+          `${middle(turn.action || "invalid", 18)} `, make("span", {class: !isNumber(turn.advantage) || isNone(turn.advantage) ? null : turn.advantage < 0 ? "bad" : "good"}, signed(turn.advantage)))))]), "Episodes of the group"));
     if (graph && edge !== null) graph.choose(edge);
   },
 };
