@@ -95,6 +95,21 @@ def test_values_that_are_not_finite_cut_a_line_and_are_read_out(tmp_path: Path):
     visit(read)
 
 
+def test_ticks_are_told_apart_and_a_single_step_has_one(page: Path):
+    async def read(opened: Browser) -> None:
+        await opened.open(page)
+
+        async def ticks(x: list[int], y: list[float]) -> list[str]:
+            chart = f"lineChart({{title: 'T', series: [{{label: 'a', x: {x}, y: {y}}}]}})"
+            return await opened.run(f"[...{chart}.querySelectorAll('svg > text')].map(t => t.textContent)")
+
+        assert await ticks([1, 2], [0.9998, 1.0006]) == ["1", "1.0002", "1.0004", "1.0006", "1", "2"]
+        assert await ticks([1, 2], [100100, 100200]) == ["1.0010e+5", "1.0015e+5", "1.0020e+5", "1", "2"]
+        assert await ticks([7], [0]) == ["0", "0.2", "0.4", "7"], "a staleness of 0 is not below 0"
+
+    visit(read)
+
+
 def test_a_very_long_run_is_drawn(page: Path):
     """More values than a call of a function can have."""
     many = "Array.from({length: 300000}, (_, i) => i)"

@@ -47,7 +47,7 @@ function shown(value, share) { return isName(value) ? `not finite (${value})` : 
 function scales(xs, ys, share) {
   let [low, high] = [lowest(ys), highest(ys)];
   if (share) { low = Math.min(low, 0); high = Math.max(high, Math.min(1, high * 1.15), 0.02); if (high > 0.6) high = Math.max(1, high); }
-  if (high - low < 1e-12) { const pad = Math.abs(high) || 1; low -= pad / 2; high += pad / 2; }
+  if (high - low < 1e-12) { const pad = Math.abs(high) || 1; if (low) low -= pad / 2; high += pad / 2; }
   const [first, final] = [lowest(xs), highest(xs)];
   const across = CHART.width - CHART.left - CHART.right, down = CHART.height - CHART.top - CHART.bottom;
   const span = final - first || 1;
@@ -69,15 +69,17 @@ function ticks(low, high, most) {
 
 function grid(scale, share) {
   const right = CHART.width - CHART.right, bottom = CHART.height - CHART.bottom;
-  const parts = ticks(scale.low, scale.high, 4).flatMap((value) => [
+  const values = ticks(scale.low, scale.high, 4), every = values[1] - values[0];
+  const parts = values.flatMap((value) => [
     make("line", {class: "grid", x1: CHART.left, x2: right, y1: scale.y(value), y2: scale.y(value)}),
-    make("text", {x: CHART.left - 6, y: scale.y(value) + 4, "text-anchor": "end"}, share ? `${+(100 * value).toFixed(1)} %` : tickText(value))]);
-  const steps = ticks(scale.first, scale.final || 1, 6).filter(Number.isInteger);
+    make("text", {x: CHART.left - 6, y: scale.y(value) + 4, "text-anchor": "end"}, share ? `${+(100 * value).toFixed(1)} %` : tickText(value, every))]);
+  const steps = scale.first === scale.final ? [scale.first] : ticks(scale.first, scale.final, 6).filter(Number.isInteger);
   return [...parts, ...steps.map((step) => make("text", {x: scale.x(step), y: bottom + 16, "text-anchor": "middle"}, step))];
 }
-function tickText(value) {
-  const size = Math.abs(value);
-  return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(0) : String(+value.toPrecision(4));
+// With as many digits as tell a tick from the next.
+function tickText(value, every) {
+  const size = Math.abs(value), digits = (unit) => Math.max(0, unit - Math.floor(Math.log10(every) + 1e-9)) || 0;
+  return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(digits(Math.floor(Math.log10(size)))) : String(+value.toFixed(digits(0)));
 }
 
 function lineOf(one, scale, smooth) {
