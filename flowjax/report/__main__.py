@@ -74,6 +74,8 @@ def _check(runs: Sequence[Path], options: dict[str, str]) -> None:
         if "serve" in options and not (run / "config.json").exists():
             flags = "values of flags after '=', as in --serve=8700"
             raise ValueError(f"{run} has no config.json: give the folder of a run, and {flags}")
+    if not (out := Path(options.get("out") or ".")).parent.is_dir():
+        raise ValueError(f"--out is {out}, and there is no folder {out.parent}: make it, or give another")
     for name in ("groups", "serve"):
         if options.get(name) and not options[name].isdecimal():
             raise ValueError(f"--{name} is {options[name]!r}: give a whole number")

@@ -264,6 +264,7 @@ def test_the_served_page_follows_the_run_and_no_other_file_is_served(run: Path, 
         (["RUN", "--groups=many"], "--groups is 'many'"),
         (["RUN", "--host=0.0.0.0"], "--host says where --serve listens"),
         (["missing"], "cannot be read"),
+        (["RUN", "--out=missing/x.html"], "--out is missing/x.html, and there is no folder missing: make it"),
     ],
 )
 def test_a_mistake_is_one_line(run: Path, capsys, arguments: list[str], said: str):
