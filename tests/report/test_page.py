@@ -407,6 +407,7 @@ def test_the_folder_of_an_evaluation_is_read_turn_by_turn(tmp_path: Path, model:
     async def read(opened: Browser) -> None:
         await opened.open(folder / "report.html")
         text = await opened.text()
+        assert "Training, step by step" not in text and "Evaluations took" not in text
         assert "rule of the diagnosis" not in text and "judged" not in text, "no rule is about an evaluation"
         assert "of 24 tasks, at step 1" in text and "keep_trajectories" not in text
         await opened.click("#tab-episodes")

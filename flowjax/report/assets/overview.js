@@ -91,6 +91,7 @@ function metricCharts() {
   const known = new Set(METRICS.map(([name]) => name));
   const rest = [...new Set(DATA.runs.flatMap((run) => Object.values(run.policies).flatMap((one) => Object.keys(one.metrics))))].filter((name) => !known.has(name)).sort();
   const more = make("div", {class: "charts"});
+  if (!policiesOf(DATA.runs).length) return null;  // of an evaluation
   return [make("h2", {}, "Training, step by step"),
     make("p", {class: "hint"}, `${DATA.methods.some((members) => members.length > 1) ? "Lines are means over the seeds of a method, at steps that all of them have; bands reach from the lowest seed to the highest. " : ""}${SMOOTHED}`),
     make("div", {class: "charts"}, METRICS.map(([name, title, share, help]) => lineChart({title, share, help, series: trained(name)}))),
@@ -131,8 +132,8 @@ function timeParts() {
     const phases = Object.entries(run.spent.phases).sort((a, b) => b[1] - a[1]), total = phases.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
     const words = phases.filter(([, seconds]) => seconds / total >= 0.01).map(([name, seconds]) => `${name} ${percent(seconds / total)}`).join(", ");
     return [DATA.runs.length > 1 ? make("h3", {}, run.name) : null,
-      make("p", {class: "timesum"}, `${duration(run.spent.wall_s)} in all${Object.keys(run.policies)[1] && total > 1.01 * run.spent.wall_s ? ", with trainers side by side" : ""}: ${words}. Evaluations took ${duration(run.spent.evaluation_s)}, mostly beside training. ` +
-        `${number(run.spent.episodes)} trajectories, ${number(run.spent.turns)} turns and ${number(run.spent.trained_tokens)} sampled tokens were trained on.` + (run.spent.cost ? ` Executors cost ${number(run.spent.cost)} for them.` : "")),
+      make("p", {class: "timesum"}, `${duration(run.spent.wall_s)} in all${Object.keys(run.policies)[1] && total > 1.01 * run.spent.wall_s ? ", with trainers side by side" : ""}: ${words}. ` + (run.spent.evaluation_s ? `Evaluations took ${duration(run.spent.evaluation_s)}, mostly beside training. ` : "") +
+        (run.spent.episodes ? `${number(run.spent.episodes)} trajectories, ${number(run.spent.turns)} turns and ${number(run.spent.trained_tokens)} sampled tokens were trained on.` : "") + (run.spent.cost ? ` Executors cost ${number(run.spent.cost)} for them.` : "")),
       make("div", {class: "stack", role: "img", "aria-label": words}, phases.map(([name, seconds]) =>
         make("span", {style: `flex:${Math.max(seconds / total, 0.002)};background:${PHASE_COLOURS[name] || "#888"}`, title: `${name}: ${duration(seconds)}`}))),
       make("ul", {class: "legend"}, phases.map(([name, seconds]) => make("li", {}, make("span", {class: "dot", style: `background:${PHASE_COLOURS[name] || "#888"}`}), `${name} ${duration(seconds)}`))),
