@@ -254,6 +254,8 @@ def test_an_address_that_leads_nowhere_says_so(page: Path):
             assert "This cannot be shown" in await opened.text()
             await opened.click("#section-episodes a")
             await opened.until("document.querySelector('.count')")
+            await opened.open(page, "#%")  # which no browser can decode
+            assert await opened.run("document.querySelector('[aria-current=page]').id") == "tab-overview"
 
     asyncio.run(read())
 

@@ -81,7 +81,9 @@ async function unpack(key) {
 
 // Addresses: #section/part/part. They are kept in the browser's history, so that Back goes back and a place can be sent on.
 function goTo(...parts) { location.hash = parts.map(encodeURIComponent).join("/"); }
-function address() { return location.hash.slice(1).split("/").map(decodeURIComponent); }
+function address() {
+  try { return location.hash.slice(1).split("/").map(decodeURIComponent); } catch { return [""]; }  // "#%" is none
+}
 
 const TABS = [["overview", "Overview"], ["episodes", "Episodes"], ["credit", "Credit"], ["canvas", "Canvas"], ["runs", "Runs"]];
 
@@ -91,7 +93,7 @@ async function open() {
   for (const [id] of TABS) {
     document.getElementById(`section-${id}`).hidden = id !== name;
     const tab = document.getElementById(`tab-${id}`);
-    if (tab) tab.toggleAttribute("aria-current", id === name);
+    if (id === name) tab?.setAttribute("aria-current", "page"); else tab?.removeAttribute("aria-current");
   }
   try {
     await SECTIONS[name].show(name === asked ? rest : []);
