@@ -103,7 +103,7 @@ def test_ticks_are_told_apart_and_a_single_step_has_one(page: Path):
             chart = f"lineChart({{title: 'T', series: [{{label: 'a', x: {x}, y: {y}}}]}})"
             return await opened.run(f"[...{chart}.querySelectorAll('svg > text')].map(t => t.textContent)")
 
-        assert await ticks([1, 2], [0.9998, 1.0006]) == ["1", "1.0002", "1.0004", "1.0006", "1", "2"]
+        assert await ticks([1, 2], [0.99979, 1.00055]) == ["0.9998", "1", "1.0002", "1.0004", "1", "2"]
         assert await ticks([1, 2], [100100, 100200]) == ["1.0010e+5", "1.0015e+5", "1.0020e+5", "1", "2"]
         assert await ticks([7], [0]) == ["0", "0.2", "0.4", "7"], "a staleness of 0 is not below 0"
 

@@ -63,7 +63,7 @@ function ticks(low, high, most) {
   const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough));
   const every = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
   const found = [];
-  for (let at = Math.ceil(low / every) * every; at <= high + every * 1e-9; at += every) found.push(Math.abs(at) < every * 1e-9 ? 0 : at);
+  for (let i = Math.ceil(low / every); i * every <= high + every * 1e-9; i += 1) found.push(i * every || 0);  // sums would drift: 1.9999 is no step
   return found;
 }
 
