@@ -14,7 +14,9 @@ Exit status: 0 compared, 2 something to correct in what was asked for.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from html import escape
 from operator import attrgetter
 from pathlib import Path
 
@@ -28,16 +30,13 @@ from rich.table import Table
 from flowjax.config import ConfigError, asks_help, load_run
 from flowjax.envs import WorldError, find_world
 from flowjax.envs.demonstrations import no_shares_of
-from flowjax.fields import shown
-from flowjax.launch.checks import differences
 from flowjax.monitor.held_out import METRICS, by_task, evaluation_of, is_share, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
 from flowjax.workflows import episode_outcomes
 
 _ALPHA = 0.05
-_OF_TASKS = ("env.name", "env.options", "env.sources", "env.data_seed")  # fields that make tasks
-_SAMPLING = ("eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p")
-_PLAY = (*_SAMPLING, "env.max_turns", "rollout.max_new_tokens")  # fields that results depend on, whatever the policy
+SAMPLING_FIELDS = ("eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p")
+_PLAY = (*SAMPLING_FIELDS, "env.max_turns", "rollout.max_new_tokens")  # results depend on them, whatever the policy
 
 
 def evaluations_named(side: str) -> list[Path]:
@@ -58,6 +57,10 @@ def evaluations_named(side: str) -> list[Path]:
             raise ConfigError(f"{file} is named twice on one side: give each seed of a method once")
         known.add(file.resolve())
     return files
+
+
+def _run_of(evaluation: Path) -> Path:
+    return evaluation.parent.parent  # <run>/held_out/<evaluation>.jsonl
 
 
 def read_scores(path: Path, metric: str) -> dict[str, float]:
@@ -103,39 +106,6 @@ def apart(tasks: Mapping[str, Set[str]]) -> list[str]:
     return names
 
 
-def sampled_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
-    """Variants of a sweep whose held-out episodes are sampled in another way than the first one's, and what differs."""
-    first = next(iter(configs), "")
-    for name, config in configs.items():
-        for field, was, now in differences(configs[first], config):
-            if field in _SAMPLING:
-                values = f"config.{field} is {shown(now)}, not {shown(was)} as in VARIANTS[{first!r}]"
-                remedy = "give them one value, or make another sweep of it"
-                yield name, f"{values}, and greedy or narrow sampling is no better method: {remedy}"
-
-
-def of_other_tasks(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
-    """Variants of a sweep whose held-out tasks are others than those before them have, and what makes them so."""
-    first = next(iter(configs), "")
-    differing = {
-        name: [found for found in differences(configs[first], config) if found[0].startswith(_OF_TASKS)]
-        for name, config in configs.items()
-    }
-    if not any(differing.values()):
-        return
-    from flowjax.dataflow.tasks import held_out_contents  # which imports grain: most sweeps do without
-
-    tasks: dict[str, set[str]] = {}
-    for name, config in configs.items():
-        if name == first or differing[name]:
-            with contextlib.suppress(Exception):  # the launcher's checks say what is wrong with a world
-                tasks[name] = held_out_contents(config)
-    for name in apart(tasks) if first in tasks else ():
-        values = "; ".join(f"config.{field} is {shown(now)}, not {shown(was)}" for field, was, now in differing[name])
-        remedy = "a sweep compares by the same tasks, so give them one value, or make another sweep of it"
-        yield name, f"{values} as in VARIANTS[{first!r}], and no two held-out tasks are the same: {remedy}"
-
-
 def conclusion(found: Difference, metric: str) -> str:
     """One sentence: what the comparison shows, and of what."""
     of_method = min(found.seeds) > 1
@@ -172,7 +142,7 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
         found = difference(*scores)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    counts = no_shares_of(evaluation_of(first[0]).parent.parent)  # <run>/held_out/<evaluation>.jsonl
+    counts = no_shares_of(_run_of(evaluation_of(first[0])))
     columns = ("", "seeds", "mean", "95 % over tasks", "each seed")
     table = Table(*columns, title=f"{metric} on {found.tasks} shared tasks", title_justify="left")
     for name, side in zip("AB", scores, strict=True):
@@ -203,12 +173,139 @@ def _played_otherwise(first: Sequence[Path], second: Sequence[Path]) -> Iterator
     for name, side in zip("AB", (first, second), strict=True):
         for path in side:
             with contextlib.suppress(ConfigError):
-                configs[name].append(load_run(evaluation_of(path).parent.parent))
+                configs[name].append(load_run(_run_of(evaluation_of(path))))
     for field in _PLAY:
         values = {name: sorted(set(map(attrgetter(field), of_side))) for name, of_side in configs.items()}
         if len(set().union(*values.values())) > 1:
             said = " and ".join(f"{', '.join(map(str, has))} in {name}" for name, has in values.items() if has)
             yield f"config.{field} is {said}: part of the difference may come from that"
+
+
+# -------------------------------------------------------------------------------------------------- variants of a sweep
+
+
+@dataclass(frozen=True)
+class VariantRow:
+    """A variant in the table: its mean over tasks and seeds with the 95 % interval over tasks, and each seed's mean.
+
+    The last three are of the comparison with the first variant, whose own are empty.
+    """
+
+    name: str
+    seeds: Float[np.ndarray, "seeds"]
+    mean: float
+    low: float
+    high: float
+    more: str = ""
+    p_value: str = ""
+    improvement: str = ""
+
+
+def compare_variants(evaluations: Mapping[str, Mapping[int, Path]], metric: str) -> tuple[list[VariantRow], list[str]]:
+    """The rows of the table, and a sentence on each variant but the first.
+
+    Args:
+        evaluations: of each variant's seeds, by variant and seed; those without any have no row.
+        metric: as `flowjax.compare --metric` has it.
+
+    Raises:
+        ConfigError: the evaluations cannot be compared.
+    """
+    scores = {
+        name: {seed: read_scores(path, metric) for seed, path in seeds.items()}
+        for name, seeds in evaluations.items()
+        if seeds
+    }
+    if not scores:
+        return [], []
+    left = apart({name: set.intersection(*map(set, seeds.values())) for name, seeds in scores.items()})
+    there = [name for name in scores if name not in left]
+    counts = no_shares_of(_run_of(next(iter(evaluations[there[0]].values()))))
+    # One set of tasks for all rows: means and differences then agree.
+    shared = dict(zip(there, shared_tasks(*(list(scores[name].values()) for name in there)), strict=True))
+    rows, said = [], []
+    for name, values in shared.items():
+        mean, low, high = task_interval(values.mean(axis=0), share=is_share(metric, values.flat, counts))
+        row = VariantRow(name, values.mean(axis=1), mean, low, high)
+        if name != there[0]:
+            pair = _to_compare(scores[name], scores[there[0]], values, shared[there[0]])
+            if pair is None:
+                said.append(f"{name} and {there[0]} have no seed in common yet.")
+            else:
+                found, of = difference(*pair[:2]), pair[2]
+                more = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]{of}"
+                row = replace(row, more=more, p_value=f"{found.p_value:.3g}", improvement=f"{found.improvement:.3f}")
+                said.append(f"{name} (A) and {there[0]} (B){of}: {conclusion(found, metric)}")
+        rows.append(row)
+    if left:
+        said.append(f"Left out, for they share no two held-out tasks with the others: {', '.join(left)}.")
+    tasks = shared[there[0]].shape[1]
+    left_out = len({task for name in there for played in scores[name].values() for task in played}) - tasks
+    others = f"; {left_out} others are left out" if left_out else ""
+    said.append(f"All numbers are of the {tasks} tasks that every run in the table has played{others}.")
+    return rows, said
+
+
+def _to_compare(
+    seeds: Collection[int],
+    first_seeds: Collection[int],
+    scores: Float[np.ndarray, "seeds tasks"],
+    first_scores: Float[np.ndarray, "first_seeds tasks"],
+) -> tuple[Float[np.ndarray, "a tasks"], Float[np.ndarray, "b tasks"], str] | None:
+    """The scores of a variant and of the first one that are compared, and of which seed they are where that is one.
+
+    A statement on methods needs several seeds of both. With one seed of either, the same seed of both is compared; None
+    where they share none.
+    """
+    if min(len(seeds), len(first_seeds)) > 1:
+        return scores, first_scores, ""
+    if not (both := [seed for seed in first_seeds if seed in seeds]):
+        return None
+    seed = both[0]
+    of = f", seed {seed} of each" if max(len(seeds), len(first_seeds)) > 1 else ""
+    return scores[[list(seeds).index(seed)]], first_scores[[list(first_seeds).index(seed)]], of
+
+
+def variants_table(name: str, metric: str, rows: Sequence[VariantRow], said: Sequence[str]) -> str:
+    """The comparison in Markdown, under the sweep's name."""
+    first = rows[0].name if rows else ""
+    head = f"| variant | {metric} [95 % over tasks] | each seed | less {first} [95 %] | p | better on a task |"
+    lines = [f"# {name}", "", head, "|---|---|---|---|---|---|"]
+    for row in rows:
+        seeds = " ".join(f"{value:.3f}" for value in row.seeds)
+        mean = f"{row.mean:.3f} [{row.low:.3f}, {row.high:.3f}]"
+        lines.append(f"| {row.name} | {mean} | {seeds} | {row.more} | {row.p_value} | {row.improvement} |")
+    return "\n".join([*lines, "", *said]) + "\n"
+
+
+def variants_figure(metric: str, rows: Sequence[VariantRow]) -> str:
+    """The means with their intervals as SVG, a small circle for each seed."""
+    left, width, each, top = 160, 480, 36, 40
+    ends = [end for row in rows for end in (row.low, row.high, *row.seeds)]
+    low, high = min(ends), max(ends)
+    low, high = (low - 0.5, high + 0.5) if low == high else (low - 0.05 * (high - low), high + 0.05 * (high - low))
+
+    def x(value: float) -> float:
+        return round(left + width * (value - low) / (high - low), 1)
+
+    height = top + each * len(rows) + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 40} {height}" font-family="sans-serif" '
+        f'font-size="13" role="img"><title>{escape(metric)} of the variants, 95 % over tasks</title>'
+        f'<rect width="100%" height="100%" fill="white"/><text x="{left}" y="20">{escape(metric)}</text>'
+    ]
+    for tick in np.linspace(low, high, 5):
+        parts.append(f'<line x1="{x(tick)}" x2="{x(tick)}" y1="{top - 10}" y2="{height - 25}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x(tick)}" y="{height - 8}" text-anchor="middle">{tick:.3g}</text>')
+    for index, row in enumerate(rows):
+        y = top + each * index + each // 2
+        parts.append(f'<text x="{left - 12}" y="{y + 4}" text-anchor="end">{escape(row.name)}</text>')
+        parts.append(
+            f'<line x1="{x(row.low)}" x2="{x(row.high)}" y1="{y}" y2="{y}" stroke="#1f77b4" stroke-width="3"/>'
+        )
+        parts += [f'<circle cx="{x(seed)}" cy="{y}" r="3" fill="none" stroke="#555"/>' for seed in row.seeds]
+        parts.append(f'<circle cx="{x(row.mean)}" cy="{y}" r="5" fill="#1f77b4"/>')
+    return "".join([*parts, "</svg>\n"])
 
 
 def main(argv: Sequence[str]) -> int:

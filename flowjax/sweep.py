@@ -24,32 +24,22 @@ Exit status: 0 done, 1 a run has failed (its log is named), 2 something to corre
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from flowjax.compare import (
-    apart,
-    conclusion,
-    metrics_of,
-    of_other_tasks,
-    read_scores,
-    sampled_otherwise,
-    shared_tasks,
-)
+from flowjax.compare import SAMPLING_FIELDS, apart, compare_variants, metrics_of, variants_figure, variants_table
 from flowjax.config import ConfigError, asks_help, load_run
-from flowjax.envs.demonstrations import no_shares_of
 from flowjax.fields import FOLDER_NAME, nearest, shown
 from flowjax.files import replace_file
 from flowjax.launch import command_line
@@ -59,13 +49,12 @@ from flowjax.launch.machine import RunInUse, check_unused, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.session import RunConsole
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, on_signals
-from flowjax.monitor.held_out import is_share
-from flowjax.monitor.statistics import difference, task_interval
 from flowjax.run import resolve
 
 _OK, _FAILED, _USER_MISTAKE = 0, 1, 2
 _STOP_S = 60.0  # for a run to stop in its own order
 _FREE_S = 30.0  # for the launcher of a sweep that was killed to let go of its run
+_OF_TASKS = ("env.name", "env.options", "env.sources", "env.data_seed")  # fields that make tasks
 _FIELDS: dict[str, tuple[type, Any, str]] = {
     "RECIPE": (str, None, "a recipe such as 'configs/sokoban.py:nano'"),
     "SEEDS": (tuple, (0,), "a tuple of different whole numbers from 0 on, such as (0, 1, 2)"),
@@ -109,6 +98,11 @@ class Sweep:
     at_once: int
     metric: str
 
+    def evaluations(self) -> dict[str, dict[int, Path]]:
+        """File of the last held-out evaluation of each run that is finished, by variant and seed."""
+        finished = [run for run in self.runs if run.result.exists()]
+        return {name: {run.seed: run.result for run in finished if run.variant == name} for name in self.variants}
+
 
 def read_sweep(path: Path) -> Sweep:
     """The sweep of a file, all of whose configs hold.
@@ -132,7 +126,7 @@ def read_sweep(path: Path) -> Sweep:
             has = f"which episodes of VARIANTS[{name!r}] do not have{nearest(metric, known)}"
             problems.append(f"{path}: METRIC is {metric!r}, {has}: use one of {', '.join(sorted(known))}")
             break
-    others = [*sampled_otherwise(configs), *of_other_tasks(configs)]
+    others = [*_sampled_otherwise(configs), *_of_other_tasks(configs)]
     problems += [f"{path}: VARIANTS[{name!r}]: {text}" for name, text in others]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -173,6 +167,39 @@ def _values(path: Path) -> dict[str, Any]:
         if not isinstance(variant, str | Mapping):
             raise ConfigError(f"{path}: VARIANTS[{name!r}] is {shown(variant)}: give a dict of fields, or a recipe")
     return values
+
+
+def _sampled_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
+    """Variants of a sweep whose held-out episodes are sampled in another way than the first one's, and what differs."""
+    first = next(iter(configs), "")
+    for name, config in configs.items():
+        for field, was, now in differences(configs[first], config):
+            if field in SAMPLING_FIELDS:
+                values = f"config.{field} is {shown(now)}, not {shown(was)} as in VARIANTS[{first!r}]"
+                remedy = "give them one value, or make another sweep of it"
+                yield name, f"{values}, and greedy or narrow sampling is no better method: {remedy}"
+
+
+def _of_other_tasks(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
+    """Variants of a sweep whose held-out tasks are others than those before them have, and what makes them so."""
+    first = next(iter(configs), "")
+    differing = {
+        name: [found for found in differences(configs[first], config) if found[0].startswith(_OF_TASKS)]
+        for name, config in configs.items()
+    }
+    if not any(differing.values()):
+        return
+    from flowjax.dataflow.tasks import held_out_contents  # which imports grain: most sweeps do without
+
+    tasks: dict[str, set[str]] = {}
+    for name, config in configs.items():
+        if name == first or differing[name]:
+            with contextlib.suppress(Exception):  # the launcher's checks say what is wrong with a world
+                tasks[name] = held_out_contents(config)
+    for name in apart(tasks) if first in tasks else ():
+        values = "; ".join(f"config.{field} is {shown(now)}, not {shown(was)}" for field, was, now in differing[name])
+        remedy = "a sweep compares by the same tasks, so give them one value, or make another sweep of it"
+        yield name, f"{values} as in VARIANTS[{first!r}], and no two held-out tasks are the same: {remedy}"
 
 
 def _python(value: Any) -> Any:
@@ -288,116 +315,6 @@ async def _run_all(sweep: Sweep, console: Console) -> tuple[list[str], int]:
     return failed, 128 + interrupted[0] if interrupted else _OK
 
 
-# ------------------------------------------------------------------------------------------------------------ comparing
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A variant in the table. The last three are of the comparison with the first variant, which has none."""
-
-    name: str
-    seeds: Float[np.ndarray, "seeds"]
-    mean: float
-    low: float
-    high: float
-    more: str = ""
-    p_value: str = ""
-    improvement: str = ""
-
-
-def compare_variants(sweep: Sweep) -> tuple[list[_Row], list[str]]:
-    """The rows of the table, and a sentence on each variant but the first, of the runs that are finished.
-
-    Raises:
-        ConfigError: the evaluations cannot be compared.
-    """
-    finished = [run for run in sweep.runs if run.result.exists()]
-    scores = {
-        name: {run.seed: read_scores(run.result, sweep.metric) for run in finished if run.variant == name}
-        for name in sweep.variants
-    }
-    counts = no_shares_of(finished[0].folder) if finished else ()
-    there = [name for name in sweep.variants if scores[name]]
-    left = apart({name: set.intersection(*map(set, scores[name].values())) for name in there})
-    there = [name for name in there if name not in left]
-    rows, said = [], []
-    # One set of tasks for all rows: means and differences then agree.
-    shared = shared_tasks(*(list(scores[name].values()) for name in there)) if there else []
-    for name, other in zip(there, shared, strict=True):
-        base, first = scores[there[0]], shared[0]
-        mean, low, high = task_interval(other.mean(axis=0), share=is_share(sweep.metric, other.flat, counts))
-        row = _Row(name, other.mean(axis=1), mean, low, high)
-        if name != there[0]:
-            both = [seed for seed in base if seed in scores[name]]
-            if min(len(other), len(first)) > 1:
-                found, of = difference(other, first), ""
-            # What speaks of methods needs several seeds of both: of one alone, that of each is compared.
-            elif both:
-                places = list(scores[name]).index(both[0]), list(base).index(both[0])
-                found = difference(other[places[0]][None], first[places[1]][None])
-                of = f", seed {both[0]} of each" if max(len(other), len(first)) > 1 else ""
-            else:
-                said.append(f"{name} and {there[0]} have no seed in common yet.")
-                rows.append(row)
-                continue
-            more = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]{of}"
-            row = _Row(name, row.seeds, mean, low, high, more, f"{found.p_value:.3g}", f"{found.improvement:.3f}")
-            said.append(f"{name} (A) and {there[0]} (B){of}: {conclusion(found, sweep.metric)}")
-        rows.append(row)
-    if lacking := [run.folder.name for run in sweep.runs if not run.result.exists()]:
-        said.append(f"Not finished, and left out: {', '.join(lacking)}.")
-    if left:
-        said.append(f"Left out, for they share no two held-out tasks with the others: {', '.join(left)}.")
-    if shared:
-        tasks = shared[0].shape[1]
-        left_out = len({task for name in there for played in scores[name].values() for task in played}) - tasks
-        others = f"; {left_out} others are left out" if left_out else ""
-        said.append(f"All numbers are of the {tasks} tasks that every run in the table has played{others}.")
-    return rows, said
-
-
-def table(sweep: Sweep, rows: Sequence[_Row], said: Sequence[str]) -> str:
-    """The comparison in Markdown."""
-    first = rows[0].name if rows else ""
-    head = f"| variant | {sweep.metric} [95 % over tasks] | each seed | less {first} [95 %] | p | better on a task |"
-    lines = [f"# {sweep.folder.name}", "", head, "|---|---|---|---|---|---|"]
-    for row in rows:
-        seeds = " ".join(f"{value:.3f}" for value in row.seeds)
-        mean = f"{row.mean:.3f} [{row.low:.3f}, {row.high:.3f}]"
-        lines.append(f"| {row.name} | {mean} | {seeds} | {row.more} | {row.p_value} | {row.improvement} |")
-    return "\n".join([*lines, "", *said]) + "\n"
-
-
-def figure(sweep: Sweep, rows: Sequence[_Row]) -> str:
-    """The means with their intervals as SVG, a small circle for each seed."""
-    left, width, each, top = 160, 480, 36, 40
-    ends = [end for row in rows for end in (row.low, row.high, *row.seeds)]
-    low, high = min(ends), max(ends)
-    low, high = (low - 0.5, high + 0.5) if low == high else (low - 0.05 * (high - low), high + 0.05 * (high - low))
-
-    def x(value: float) -> float:
-        return round(left + width * (value - low) / (high - low), 1)
-
-    height = top + each * len(rows) + 30
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 40} {height}" font-family="sans-serif" '
-        f'font-size="13" role="img"><title>{escape(sweep.metric)} of the variants, 95 % over tasks</title>'
-        f'<rect width="100%" height="100%" fill="white"/><text x="{left}" y="20">{escape(sweep.metric)}</text>'
-    ]
-    for tick in np.linspace(low, high, 5):
-        parts.append(f'<line x1="{x(tick)}" x2="{x(tick)}" y1="{top - 10}" y2="{height - 25}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x(tick)}" y="{height - 8}" text-anchor="middle">{tick:.3g}</text>')
-    for index, row in enumerate(rows):
-        y = top + each * index + each // 2
-        parts.append(f'<text x="{left - 12}" y="{y + 4}" text-anchor="end">{escape(row.name)}</text>')
-        parts.append(
-            f'<line x1="{x(row.low)}" x2="{x(row.high)}" y1="{y}" y2="{y}" stroke="#1f77b4" stroke-width="3"/>'
-        )
-        parts += [f'<circle cx="{x(seed)}" cy="{y}" r="3" fill="none" stroke="#555"/>' for seed in row.seeds]
-        parts.append(f'<circle cx="{x(row.mean)}" cy="{y}" r="5" fill="#1f77b4"/>')
-    return "".join([*parts, "</svg>\n"])
-
-
 def main(argv: Sequence[str]) -> int:
     if asks_help(argv, __doc__):
         return _OK
@@ -422,10 +339,13 @@ def main(argv: Sequence[str]) -> int:
         sweep.folder.mkdir(parents=True, exist_ok=True)
         with hold(sweep.folder, "sweep"):
             failed, interrupted = asyncio.run(_run_all(sweep, console))
-            rows, said = compare_variants(sweep)
+            rows, said = compare_variants(sweep.evaluations(), sweep.metric)
+            if unfinished := [run.folder.name for run in sweep.runs if not run.result.exists()]:
+                said.append(f"Not finished, and left out: {', '.join(unfinished)}.")
             if rows:
-                replace_file(sweep.folder / "sweep.md", text := table(sweep, rows, said))
-                replace_file(sweep.folder / "sweep.svg", figure(sweep, rows))
+                text = variants_table(sweep.folder.name, sweep.metric, rows, said)
+                replace_file(sweep.folder / "sweep.md", text)
+                replace_file(sweep.folder / "sweep.svg", variants_figure(sweep.metric, rows))
             else:
                 text = "\n".join(said)
             console.print(text, markup=False, highlight=False, soft_wrap=True)

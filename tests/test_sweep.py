@@ -12,9 +12,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from flowjax.compare import compare_variants, variants_figure, variants_table
 from flowjax.config import ConfigError, save_run
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
-from flowjax.sweep import Sweep, compare_variants, figure, main, read_sweep, table
+from flowjax.sweep import Sweep, main, read_sweep
 
 ROOT = Path(__file__).parent.parent
 RECIPE = """
@@ -183,15 +184,15 @@ def test_variants_are_compared_with_the_first_and_drawn(capsys):
     sweep = sweep_of(GOOD)
     for run in sweep.runs[:-1]:
         finish(run, {"grpo": 0.2, "slow": 0.9, "gigpo": 0.3}[run.variant])
-    rows, said = compare_variants(sweep)
+    rows, said = compare_variants(sweep.evaluations(), sweep.metric)
     assert [row.name for row in rows] == ["grpo", "slow", "gigpo"] and not rows[0].more
     assert float(rows[1].improvement) > 0.7 and len(rows[1].seeds) == 2 and len(rows[2].seeds) == 1
     assert said[0].startswith("slow (A) and grpo (B): A's success is higher than B's by 0.")
-    assert "several seeds of each" in said[1] and said[2] == "Not finished, and left out: gigpo-1."
-    assert said[3:] == ["All numbers are of the 60 tasks that every run in the table has played."]
-    page = table(sweep, rows, said)
+    assert "several seeds of each" in said[1]
+    assert said[2:] == ["All numbers are of the 60 tasks that every run in the table has played."]
+    page = variants_table("sweep", sweep.metric, rows, said)
     assert page.count("\n| ") == 4 and "| less grpo [95 %] |" in page
-    drawn = ElementTree.fromstring(figure(sweep, rows))
+    drawn = ElementTree.fromstring(variants_figure(sweep.metric, rows))
     assert "slow" in "".join(drawn.itertext())
     circles = [each for each in drawn.iter() if each.tag.endswith("circle")]
     assert len(circles) == 3 + 5  # means and seeds
@@ -201,9 +202,9 @@ def test_all_numbers_are_of_the_tasks_that_every_run_has_played():
     sweep = sweep_of(GOOD)
     for run in sweep.runs:
         finish(run, {"grpo": 0.2, "slow": 0.9, "gigpo": 0.3}[run.variant], tasks=50 if run.variant == "slow" else 60)
-    rows, said = compare_variants(sweep)
+    rows, said = compare_variants(sweep.evaluations(), sweep.metric)
     assert said[-1] == "All numbers are of the 50 tasks that every run in the table has played; 10 others are left out."
-    assert said[-1] in table(sweep, rows, said)
+    assert said[-1] in variants_table("sweep", sweep.metric, rows, said)
     for row in rows:
         assert row.mean == pytest.approx(np.mean(row.seeds)) and np.allclose(50 * row.seeds, np.round(50 * row.seeds))
     assert rows[1].more.startswith(f"{rows[1].mean - rows[0].mean:+.3f} ")
@@ -213,7 +214,7 @@ def test_a_variant_that_has_played_other_tasks_is_left_out_of_the_table():
     sweep = sweep_of(GOOD)
     for run in sweep.runs:
         finish(run, 0.5, kind="other" if run.variant == "slow" else "t")
-    rows, said = compare_variants(sweep)
+    rows, said = compare_variants(sweep.evaluations(), sweep.metric)
     assert [row.name for row in rows] == ["grpo", "gigpo"]
     assert said[1:] == [
         "Left out, for they share no two held-out tasks with the others: slow.",
@@ -247,11 +248,11 @@ def test_a_single_seed_is_compared_with_the_same_seed_of_the_other():
     for run in sweep.runs:
         if share := shares.get(run.folder.name):
             finish(run, share)
-    rows, said = compare_variants(sweep)
+    rows, said = compare_variants(sweep.evaluations(), sweep.metric)
     assert rows[1].more.startswith("+0.000 ") and rows[1].more.endswith(", seed 1 of each")
     assert said[0].startswith("gigpo (A) and grpo (B), seed 1 of each: ")
     (sweep.runs[1].folder / "held_out").rename(sweep.runs[1].folder / "gone")
-    rows, said = compare_variants(sweep)
+    rows, said = compare_variants(sweep.evaluations(), sweep.metric)
     assert not rows[1].more and said[0] == "gigpo and grpo have no seed in common yet."
 
 
