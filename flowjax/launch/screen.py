@@ -278,28 +278,29 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     entries = read_metrics(run_dir)
     dataflow, rollout = read_status(run_dir, "dataflow"), read_status(run_dir, "rollout")
     train = [entry for entry in entries if entry.get("kind") == "train"]
-    roles = Table("role", "state", "seen", "doing", title=Text(str(run_dir), "table.title"), title_justify="left")
+    roles = Table("role", "state", "seen", "doing")
     states, warm = read_status(run_dir, "launch").get("roles", {}), Progress(run_dir / "warm_start")
     warm.update()
     launched = bool(check_unused(run_dir))
     for name in states or ("rollout", "dataflow", "trainer"):
-        seen = doing = ""
+        ended = states.get(name, {}).get("phase") in _ENDED
+        newest, doing, silent_s = None, (), run.config.trainer.step_timeout_s
         if name == "rollout":
-            seen, doing = _seen(rollout, now_s), ", ".join(_playing(rollout))
+            newest, doing, silent_s = rollout, _playing(rollout, ended), _SILENT_S
         elif name == "dataflow":
-            seen, doing = _seen(dataflow, now_s), ", ".join(_keeping(dataflow))
+            newest, doing, silent_s = dataflow, _keeping(dataflow), _SILENT_S
         elif name.startswith("warm_start"):
             base = name.removeprefix("warm_start").removeprefix("-") or BASE_NAME
             if newest := warm.newest.get(base):
                 steps = run.bases[base].warm_start.steps
-                seen = _seen(newest, now_s, silent_s=run.config.trainer.step_timeout_s)
-                doing = f"step {newest['step']}/{steps}, {clock(warm.remaining_s({base: steps}))} left"
+                left = "" if ended else f", {clock(warm.remaining_s({base: steps}))} left"
+                doing = (f"step {newest['step']}/{steps}{left}",)
         elif name.startswith("trainer"):
             policy = name.removeprefix("trainer").removeprefix("-")
-            lines_of_it = [entry for entry in train if policy in ("", entry.get("policy"))]
-            newest = lines_of_it[-1] if lines_of_it else {}
-            seen, doing = _seen(newest, now_s, silent_s=run.config.trainer.step_timeout_s), _training(newest)
-        roles.add_row(name, _state(states.get(name, {}), launched), seen, Text(printable(doing)))
+            newest = next((entry for entry in reversed(train) if policy in ("", entry.get("policy"))), {})
+            doing = _training(newest, ended)
+        seen = "" if newest is None else _seen(newest, now_s, float("inf") if ended else silent_s)
+        roles.add_row(name, _state(states.get(name, {}), launched), seen, Text(printable(", ".join(doing))))
     policies = _Turning(
         "policy", "step", "committed", "served", "lag", "ready groups", "open", "dropped", "ages", "oldest", "success",
         "invalid",
@@ -324,20 +325,20 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
             percent(number(last, "invalid_share")),
         )
     workers = Table("worker", "heard of", "serving", "playing", "episodes", "mismatch k3")
-    silent_s = max(now_s - (number(dataflow, "time_s") or now_s), 0.0)
+    silence_s = max(now_s - (number(dataflow, "time_s") or now_s), 0.0)
     for name, worker in dataflow.get("workers", {}).items():
         serving = ", ".join(f"{policy}@{version}" for policy, version in worker["serving"].items())
         playing = f"{worker['playing']} of {worker['playing'] + worker['free_slots']}"
-        heard, k3 = f"{clock(silent_s + worker['heard_s_ago'])} ago", scientific(number(worker, "mismatch_kl"))
+        heard, k3 = f"{clock(silence_s + worker['heard_s_ago'])} ago", scientific(number(worker, "mismatch_kl"))
         workers.add_row(Text(printable(name)), heard, serving, playing, str(worker["episodes"]), k3)
     evaluations = Table(show_header=False)
     played = (entry for entry in entries if entry.get("kind") == "eval")
     for entry in sorted(played, key=lambda entry: entry.get("step", 0)):  # written as they end
         named = ", ".join(f"{policy}@{version}" for policy, version in entry.get("versions", {}).items())
         evaluations.add_row("evaluation", named or f"version {entry.get('version')}", interval(entry))
-    tables = (table for table in (workers, evaluations) if table.row_count)
+    tables, pool = (table for table in (workers, evaluations) if table.row_count), pool_lines(run_dir) * launched
     away = [Text(printable(f"{name} is sent away: {why}")) for name, why in dataflow.get("sent_away", {}).items()]
-    return Group(roles, policies, *tables, *away, *pool_lines(run_dir))
+    return Group(Text(str(run_dir), "table.title"), roles, policies, *tables, *away, *pool)
 
 
 class _Turning:
@@ -373,7 +374,7 @@ def _state(role: Mapping[str, Any], launched: bool) -> Text:
     return Text(printable(", ".join(parts) + (f" ({why})" if why and phase not in ("up", "done", "stopped") else "")))
 
 
-def _seen(status: Mapping[str, Any], now_s: float, silent_s: float = _SILENT_S) -> str:
+def _seen(status: Mapping[str, Any], now_s: float, silent_s: float) -> str:
     written_s = number(status, "time_s")
     if written_s is None:
         return "never"
@@ -381,13 +382,14 @@ def _seen(status: Mapping[str, Any], now_s: float, silent_s: float = _SILENT_S) 
     return ago if now_s - written_s < silent_s else f"{ago} (away)"
 
 
-def _playing(status: Mapping[str, Any]) -> Iterator[str]:
+def _playing(status: Mapping[str, Any], ended: bool) -> Iterator[str]:
     if not status:
         return
-    yield f"{status.get('in_flight', 0)} episodes in flight"
-    yield f"{fixed(number(status, 'episodes_per_s'), 1)} episodes/s"
+    if not ended:
+        yield f"{status.get('in_flight', 0)} episodes in flight"
+        yield f"{fixed(number(status, 'episodes_per_s'), 1)} episodes/s"
     yield f"{status.get('failed_episodes', 0)} failed"
-    bases = status.get("bases", {})
+    bases = {} if ended else status.get("bases", {})
     if any("load" in base for base in bases.values()):
         yield f"{status['slots']} slots"
     for name, base in bases.items():
@@ -405,8 +407,7 @@ def _playing(status: Mapping[str, Any]) -> Iterator[str]:
 def _keeping(status: Mapping[str, Any]) -> Iterator[str]:
     if not status:
         return
-    for state in ("waiting", "leased", "quarantined"):
-        yield f"{status.get(state, 0)} {state}"
+    yield from (f"{status.get(state, 0)} {state}" for state in ("waiting", "leased", "quarantined"))
     for cause, n in status.get("failed", {}).items():
         yield f"{n} failed ({cause.replace('_', ' ')})"
     if status.get("short_groups"):
@@ -437,12 +438,12 @@ def _ages(tokens: Mapping[str, int]) -> str:
     return ", ".join(f"{age}: {100 * n / whole:.0f} %" for age, n in tokens.items()) if whole else ""
 
 
-def _training(line: Mapping[str, Any]) -> str:
-    if not line:
-        return ""
-    parts = [f"step {line.get('step')}", f"{fixed(number(line, 'tokens_per_s'), 0)} tokens/s"]
-    parts += [f"{name[:-2]} {fixed(number(line, name), 1)} s" for name in ("wait_s", "step_s") if name in line]
-    return ", ".join(parts)
+def _training(line: Mapping[str, Any], ended: bool) -> Iterator[str]:
+    if line:
+        yield f"step {line.get('step')}"
+    if line and not ended:
+        yield f"{fixed(number(line, 'tokens_per_s'), 0)} tokens/s"
+        yield from (f"{name[:-2]} {fixed(number(line, name), 1)} s" for name in ("wait_s", "step_s") if name in line)
 
 
 def _shown(value: Any) -> str:

@@ -494,6 +494,24 @@ def test_roles_queues_versions_and_ages_are_shown(run: Path):
     assert "solver@0, verifier@0" in before and "50.0 %" in before and "solver@3, verifier@3" in after
 
 
+def test_of_a_run_that_has_ended_nothing_is_away_and_no_speed_is_shown(run: Path):
+    rollout = {"time_s": 900.0, "in_flight": 3, "episodes_per_s": 11.9, "failed_episodes": 2}
+    rollout |= {"bases": {"base": {"up": True}}}
+    dataflow = {"time_s": 901.0, "leased": 0}
+    pool = {"nodes": 1, "wanted_nodes": 3, "waiting_share": 0.5, "busy_share": 0.9}
+    roles = {
+        name: {"phase": phase, "restarts": 0, "detail": ""}
+        for name, phase in {"dataflow": "stopped", "rollout": "stopped", "trainer": "done"}.items()
+    }
+    statuses = {"rollout": rollout, "dataflow": dataflow, "pool": pool, "launch": {"roles": roles}}
+    for role, status in statuses.items():
+        (run / f"status-{role}.json").write_text(json.dumps(status))
+    MetricsWriter(run).write("train", step=40, policy="verifier", tokens_per_s=5000.0, wait_s=0.5)
+    shown = text(run, 8000.0)
+    assert not any(word in shown for word in ("away", "engine up", "in flight", "tokens/s", "wait 0.5", "pool"))
+    assert "│ 2 failed" in shown and "│ step 40" in shown and "│ 1:58:20 ago" in shown
+
+
 def test_a_narrow_terminal_has_the_policies_side_by_side(run: Path):
     assert "│ solver   │ 0/100 │" in text_of(render_status(run))
     lines = [" ".join(line.split()) for line in text_of(render_status(run), width=80).splitlines()]
