@@ -231,11 +231,13 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
     hooks = dict(inspect.getmembers(Algorithm, inspect.isfunction))
     for hook, asked in hooks.items():
         _check_hook(f"{field}.path is {path}, whose {hook}", getattr(algorithm, hook), asked)
-    for name, _ in inspect.getmembers(kind, inspect.isfunction):
+    known = {name for name in dir(Algorithm) if not name.startswith("_")}
+    for name in (name for name in dir(kind) if not name.startswith("_") and name not in known):
         # 0.85 takes a letter more, less or changed for a slip, but leaves other words alone ("score" beside "serve").
-        if name not in hooks and (near := difflib.get_close_matches(name, hooks, cutoff=0.85)):
+        alike = known & hooks.keys() if callable(getattr(kind, name)) else known - hooks.keys()
+        if near := difflib.get_close_matches(name, alike, cutoff=0.85):
             raise ConfigError(
-                f"{field}.path is {path}, whose {name} is no hook and would never be called: name it "
+                f"{field}.path is {path}, whose {name} is nothing that the dataflow asks for: name it "
                 f"{' or '.join(sorted(near))}, or otherwise where it is your own"
             )
     return algorithm
@@ -387,13 +389,29 @@ def _pack(state: Any) -> bytes:
         TypeError: there are none.
     """
     try:
-        packed = pack(state)
-        unpack(packed)  # maps with tuples for keys are written, but come back with lists for keys, which no map takes
+        if (key := _unreadable_key(state)) is not None:
+            raise TypeError(f"it has a map with the key {key!r}")
+        return pack(state)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{error}: let it be numbers, strings, lists, and maps of them whose keys are numbers or strings"
         ) from error
-    return packed
+
+
+def _unreadable_key(state: Any) -> Any:
+    """A key that could be written and not read: a tuple comes back as a list, which no map takes. None: there is none.
+
+    Reading the bytes again would tell, too, but takes six times as long, after every group."""
+    values = ()
+    if isinstance(state, Mapping):
+        for key in state:
+            if key is not None and not isinstance(key, str | bytes | int | float | np.generic):
+                return key
+        values = state.values()
+    elif isinstance(state, list | tuple):
+        values = state
+    nested = (value for value in values if isinstance(value, Mapping | list | tuple))
+    return next((key for value in nested if (key := _unreadable_key(value)) is not None), None)
 
 
 def _yes_or_no(answer: Any) -> bool:

@@ -116,3 +116,22 @@ class Misspelt(Algorithm):
     def chose(self, task: Task, position: int) -> bool:
         del position
         return self.score(task) > 0
+
+
+class Divided(Algorithm):
+    """Has helpers named as the hooks that they are for."""
+
+    def __init__(self, *, seed: int):
+        del seed
+
+    def keep(self, result: Result) -> bool:
+        return self._keep(result)
+
+    def _keep(self, result: Result) -> bool:
+        return result.informative
+
+
+class MisspeltSetting(Divided):
+    """Has a setting that nobody reads."""
+
+    fresh_shares = 0.5

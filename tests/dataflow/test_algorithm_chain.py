@@ -73,7 +73,7 @@ def test_an_answer_that_cannot_be_used_is_named(hook, args, answer, message):
 
 
 @pytest.mark.parametrize(
-    ("seen", "reason"), [(set(), "set "), ({("source", "task"): 1.0}, ".*unhashable"), ([{("a",): 1}], ".*unhashable")]
+    ("seen", "reason"), [(set(), "set "), ({("source", "task"): 1.0}, ".*the key"), ([{("a",): 1}], ".*the key")]
 )
 def test_a_state_that_cannot_be_written_down_or_read_again_is_named(seen, reason):
     chain = Chain({"mine": failing("state", lambda: {"seen": seen})})

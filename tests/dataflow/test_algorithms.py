@@ -383,8 +383,9 @@ def test_mistakes_are_named(algorithms, message):
         ("TooFew", r"mine.path is .*:TooFew, whose keep cannot be called with \(result\): too many"),
         (
             "Misspelt",
-            r"mine.path is .*:Misspelt, whose chose is no hook .*: name it choose or chosen, or",
+            r"mine.path is .*:Misspelt, whose chose is nothing that .* asks for: name it choose or chosen, or",
         ),
+        ("MisspeltSetting", "whose fresh_shares is nothing that .* asks for: name it fresh_share, or"),
         ("Waiting", r"mine.path is .*:Waiting, whose keep is async, and nothing waits for it: make it a plain"),
     ],
 )
@@ -393,6 +394,12 @@ def test_hooks_of_ones_own_that_cannot_be_called_are_refused(name, message):
     config.dataflow.algorithms = {"mine": {"path": f"tests.dataflow.own_algorithm:{name}"}}
     with pytest.raises(ConfigError, match=message):
         build_algorithms(config)
+
+
+def test_helpers_may_be_named_as_the_hooks_that_they_are_for():
+    config = default_config()
+    config.dataflow.algorithms = {"mine": {"path": "tests.dataflow.own_algorithm:Divided"}}
+    assert [type(algorithm).__name__ for algorithm in build_algorithms(config).values()] == ["Divided"]
 
 
 def test_an_answer_that_is_neither_yes_nor_no_ends_the_run_with_its_hook(tmp_path):
