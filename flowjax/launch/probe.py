@@ -35,7 +35,7 @@ from flowjax.launch.machine import unprepared
 from flowjax.records import Lease, Task, pack, unpack
 from flowjax.rollout.sidecar import unserved_targets, unserved_windows
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
-from flowjax.workflows import declared, demonstrates, outcomes_of, workflow_problem
+from flowjax.workflows import agents_of, demonstrates, episode_outcomes, outcomes_of, workflow_problem
 
 
 def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform: str = "cpu") -> dict[str, Any]:
@@ -257,7 +257,8 @@ def _workflow(config: ConfigDict) -> Iterator[str]:
     module, _, name = config.workflow.partition(":")
     if why := workflow_problem(module, name):
         yield f"config.workflow is {config.workflow!r}, {why}"
-    asked, named = declared(module, "AGENTS"), tuple(config.agents) or (ONLY_AGENT,)
+    episode_outcomes(config.workflow, find_world(config.env.name))  # which refuses what are no names
+    asked, named = agents_of(config.workflow), tuple(config.agents) or (ONLY_AGENT,)
     if asked and set(asked) != set(named):
         yield (
             f"config.agents has {', '.join(named)}, and the agents of {config.workflow} are {', '.join(asked)}: name "

@@ -221,18 +221,37 @@ def outcomes_of(workflow: str, agent: str, world: type[World]) -> tuple[str, ...
     by_agent = declared(module, "OUTCOMES") or {}
     if not isinstance(by_agent, dict):
         raise WorldError(f"{module} has OUTCOMES {by_agent!r}: give a map of agents to the outcomes that each reports")
-    listed = by_agent.get(agent, ())
-    if not isinstance(listed, tuple | list | set):  # a text would be read letter by letter
-        raise WorldError(f"{module} has OUTCOMES[{agent!r}] {listed!r}: give a tuple of names, such as ('finished',)")
-    named = tuple(listed)
+    named = _names(f"{module} has OUTCOMES[{agent!r}]", by_agent.get(agent, ()))
     return named if "success" in named else (*world.OUTCOMES, *named)
 
 
 def episode_outcomes(workflow: str, world: type[World]) -> tuple[str, ...]:
     """Outcomes of every whole episode of the world, () where the workflow does not list its own: see
-    `flowjax.workflows`."""
-    named = tuple(declared(workflow.partition(":")[0], "EPISODE_OUTCOMES"))
+    `flowjax.workflows`.
+
+    Raises:
+        WorldError: it does not list them as names.
+    """
+    module = workflow.partition(":")[0]
+    named = _names(f"{module} has EPISODE_OUTCOMES", declared(module, "EPISODE_OUTCOMES"))
     return named if not named or "success" in named else (*world.OUTCOMES, *named)
+
+
+def agents_of(workflow: str) -> tuple[str, ...]:
+    """Agents of a workflow, () where it does not list them: see `flowjax.workflows`.
+
+    Raises:
+        WorldError: it does not list them as names.
+    """
+    module = workflow.partition(":")[0]
+    return _names(f"{module} has AGENTS", declared(module, "AGENTS"))
+
+
+def _names(where: str, listed: Any) -> tuple[str, ...]:
+    # A text would be read letter by letter.
+    if not isinstance(listed, tuple | list | set) or not all(isinstance(name, str) for name in listed):
+        raise WorldError(f"{where} {listed!r}: give a tuple of names, such as ('finished',)")
+    return tuple(listed)
 
 
 def demonstrates(module: str) -> bool:

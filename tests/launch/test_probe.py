@@ -22,7 +22,7 @@ from flowjax.models.config import hf_config, known_shape
 from flowjax.models.nano import build_tokenizer, nano_config
 from flowjax.models.shape import Experts
 from flowjax.run import resolve
-from flowjax.workflows import declared, outcomes_of, single
+from flowjax.workflows import declared, episode_outcomes, outcomes_of, single
 
 
 def problems(**changes) -> list[str]:
@@ -145,6 +145,13 @@ def test_outcomes_of_a_workflow_are_by_agent(tmp_path, monkeypatch):
     (tmp_path / "letters.py").write_text('OUTCOMES = {"first": "finished"}\n')
     with pytest.raises(WorldError, match=r"letters has OUTCOMES\['first'\] 'finished': give a tuple of names, such as"):
         outcomes_of("letters:play", "first", Sokoban)
+    (tmp_path / "text.py").write_text('EPISODE_OUTCOMES = "finished"\n\nasync def play(*_, **__): ...\n')
+    with pytest.raises(WorldError, match="text has EPISODE_OUTCOMES 'finished': give a tuple of names, such as"):
+        episode_outcomes("text:play", Sokoban)
+    (tmp_path / "number.py").write_text('OUTCOMES = {"first": ("finished", 3)}\nAGENTS = "solo"\n')
+    with pytest.raises(WorldError, match=r"number has OUTCOMES\['first'\] \('finished', 3\): give a tuple of names"):
+        outcomes_of("number:play", "first", Sokoban)
+    assert any("number has AGENTS 'solo': give a tuple" in text for text in problems(workflow="number:play"))
 
 
 @pytest.mark.parametrize(
