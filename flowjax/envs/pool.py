@@ -359,6 +359,9 @@ async def irregularity(world: type[World], env: RemoteEnv, task: Task, turns: in
             if lacking := sorted(set(world.OUTCOMES) - step.outcome.keys()):
                 has = f"has {', '.join(step.outcome) or 'nothing'}, but not {', '.join(lacking)}"
                 return f"the outcome of turn {turn} {has}: name all of {world.__name__}.OUTCOMES in every step"
+            for name, value in step.outcome.items():
+                if not (isinstance(value, int | float) and math.isfinite(value)):
+                    return f"the outcome {name} of turn {turn} is {value!r}: give a finite number"
             if not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
                 return f"the reward of turn {turn} is {step.reward!r}: give a finite number"
             observation = step.observation

@@ -65,6 +65,14 @@ class EndlessEnv(CountdownEnv):
         step = super().step(action)
         return replace(step, reward=float("nan")) if step.valid else step
 
+class Worded(Countdown):
+    def env(self): return WordedEnv()
+
+class WordedEnv(CountdownEnv):
+    def step(self, action):
+        step = super().step(action)
+        return replace(step, outcome={**step.outcome, "success": "yes"}) if step.valid else step
+
 class Growing(Countdown):
     def env(self): return GrowingEnv()
 
@@ -271,6 +279,7 @@ def test_a_file_that_is_not_there_is_a_fault_of_this_machine(countdown: type[Wor
         ("broken:Forgetful", "flowjax.workflows.single:play", "turn 1 has success, but not reached: name all of Forge"),
         ("broken:Negative", "flowjax.workflows.single:play", "the state_key of turn 1 is -5: make it with flowjax.rec"),
         ("broken:Endless", "flowjax.workflows.single:play", "the reward of turn 1 is nan: give a finite number"),
+        ("broken:Worded", "flowjax.workflows.single:play", "outcome success of turn 1 is 'yes': give a finite number"),
         (
             "broken:Growing",
             "flowjax.workflows.single:play",
