@@ -93,7 +93,8 @@ def _check_tried(name: str, options: Mapping[str, Any]) -> None:
         of_groups = () if why else (found[:4], found[4:8], found[8:10])
         for given, group in zip(of_groups, ("scores 0 and 1", "equal scores", "one episode"), strict=False):
             if not why and not np.isfinite(given).all():
-                why = f"gives {given} for a group of {group}, of two turns each"
+                lost = " (the others of its group may fail: 0 is right there)" if group == "one episode" else ""
+                why = f"gives {given} for a group of {group}, of two turns each{lost}"
     except Exception as error:  # it may fail in any way
         why = f"fails on a table of five episodes ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if why:

@@ -284,7 +284,7 @@ def test_an_estimator_of_ones_own():
         ("one_number", ".*: give a function of the table"),
         ("not_finite", "gives .nan .* for a group of scores 0 and 1, of two turns each"),
         ("by_the_bare_deviation", "gives .nan .* for a group of equal scores, of two turns each"),
-        ("beside_the_others", "gives .nan .* for a group of one episode, of two turns each"),
+        ("beside_the_others", "gives .nan .* for a group of one episode, .* .the others of its group may fail: 0 is"),
         ("SEVERAL_STEPS", "is no function or class"),
     ],
 )
