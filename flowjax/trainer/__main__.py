@@ -20,7 +20,7 @@ from flowjax.weights.publish import CheckpointError
 _RUN = flags.DEFINE_string("run", None, "Run folder.", required=True)
 _POLICY = flags.DEFINE_string("policy", "", "The only policy to train; all of the run's if empty.")
 _SCHEDULED = flags.DEFINE_bool("scheduled", False, "The scheduler that started this process has started its siblings.")
-_USER_MISTAKE = 2  # exit status; starting again does not mend it
+_USER_MISTAKE = 2  # exit status at which the launcher does not restart the trainer: the same config would fail again
 
 
 def main(argv: list[str]) -> None:
@@ -38,8 +38,8 @@ def main(argv: list[str]) -> None:
 
 
 def _end(problem: str, status: int) -> NoReturn:
-    """Say what is wrong and end. One of several processes does so at once: else JAX waits for the others at the end,
-    for five minutes, while they wait for this one in a step."""
+    """Print the problem and exit. One of several processes exits by `os._exit`: in a normal exit JAX waits five minutes
+    for the other processes, while they wait for this one in a step."""
     print(problem, file=sys.stderr, flush=True)
     if jax.distributed.is_initialized():
         sys.stdout.flush()

@@ -2,8 +2,8 @@
 
 Several sequences share a row, told apart by segment ids, each with positions from 0. Rows come in a few lengths only
 (`row_tokens` and its halves), and the number of sampled tokens per row is a power of two, so that few shapes are ever
-compiled. A micro-batch of shorter rows has more of them: its number of token slots stays the same. Trimmed ones
-give that up: they have as many slots as their tokens need, in more shapes.
+compiled. A micro-batch of shorter rows has more of them: its number of token slots stays the same. Trimmed
+micro-batches (`plan`) have only as many slots as their tokens need, in more shapes.
 """
 
 from bisect import bisect_left, insort
@@ -26,11 +26,11 @@ class BatchError(ValueError):
 
 
 def unusable_rows(rows: Sequence[TokenRow], *, row_tokens: int, vocabulary: int) -> dict[str, str]:
-    """The trajectories of rows that cannot be trained on, and why.
+    """By trajectory, why its rows cannot be trained on; empty where all can.
 
     Args:
         row_tokens: the longest row there is room for (config.trainer.row_tokens).
-        vocabulary: tokens of the model; the log-probability of any other id would be that of no token.
+        vocabulary: tokens of the model; a larger id has no logit, and its log-probability would mean nothing.
     """
     reasons = ((row, _unusable(row, row_tokens, vocabulary)) for row in rows)
     return {row.trajectory_id: reason for row, reason in reasons if reason}
@@ -59,9 +59,10 @@ def _unusable(row: TokenRow, row_tokens: int, vocabulary: int) -> str:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward-backward pass, on the host until it is placed. Padding has segment 0, and mask False.
+    """The rows of one forward-backward pass, on the host until it is placed. Padding has segment 0, and mask False.
 
-    `places` are the indices, within their row, of the sampled tokens; a token is predicted from the place before it.
+    `tokens` are counted from the start of a row; `sampled` are slots for its sampled tokens alone, which are all that
+    have a loss. `places` are their indices in the row; a token is predicted from the place before it.
     `sequences` number the sequences of the micro-batch from 0, for losses that average over a sequence first;
     `trajectory_tokens` are the sampled tokens of each token's whole trajectory, for those that average over that.
     """
@@ -73,7 +74,7 @@ class MicroBatch:
     mask: Bool[Placeable, "rows sampled"]
     behaviour_logprobs: Float[Placeable, "rows sampled"]
     advantages: Float[Placeable, "rows sampled"]
-    versions: Int[Placeable, "rows sampled"]
+    versions: Int[Placeable, "rows sampled"]  # of the weights that sampled the token; -1 in padding
     sequences: Int[Placeable, "rows sampled"]
     trajectory_tokens: Int[Placeable, "rows sampled"]
 
@@ -81,15 +82,17 @@ class MicroBatch:
 def swapped(
     places: Int[np.ndarray, "*rows sampled"], versions: Int[np.ndarray, "*rows sampled"]
 ) -> Bool[np.ndarray, "*rows sampled"]:
-    """True for tokens that other weights sampled than their reply's first one: the engine replaced them on the way.
+    """True for tokens sampled by other weights than their reply's first token: the engine changed weights on the way.
 
-    The keys and values before such a token are of the weights before, so no pass over the row has its log-prob.
+    The keys and values in the engine's cache were still of the older weights, so no forward pass over the row, under
+    either version, gives the log-prob that such a token was sampled with.
 
     Args:
         places: indices of the sampled tokens within their row; those of a reply follow each other without a gap.
     """
-    begins = np.diff(places, axis=-1, prepend=-1) != 1
+    begins = np.diff(places, axis=-1, prepend=-1) != 1  # of a reply: there is a gap before it
     numbers = np.broadcast_to(np.arange(places.shape[-1]), places.shape)
+    # A running maximum carries the index of a reply's first token on to its later ones.
     firsts = np.maximum.accumulate(np.where(begins, numbers, 0), axis=-1)
     return versions != np.take_along_axis(versions, firsts, axis=-1)
 
@@ -105,17 +108,17 @@ def row_buckets(row_tokens: int) -> list[int]:
 class Planned(NamedTuple):
     """Sequences of a micro-batch, by their index, and its shape."""
 
-    bins: list[list[int]]  # of each row that is filled: the sequences that share it
-    rows: int  # those beyond the bins stay empty
-    tokens: int  # of a row
+    bins: list[list[int]]  # for each filled row, the sequences that share it
+    rows: int  # rows beyond the bins stay empty
+    tokens: int  # length of a row
     sampled: int  # slots for the sampled tokens of a row
-    numbered: list[int]  # the sequences by their number in `MicroBatch.sequences`
+    numbered: list[int]  # the sequences, in the order of their numbers in `MicroBatch.sequences`
 
 
 def pack(
     rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int, trim: bool = False, rows_multiple: int = 1
 ) -> list[MicroBatch]:
-    """Micro-batches of rows, as `plan` has them.
+    """Rows in micro-batches: `plan`, then `lay_out`.
 
     Raises:
         BatchError: see `plan`.
@@ -129,7 +132,7 @@ def pack(
 def plan(
     rows: Sequence[TokenRow], *, row_tokens: int, micro_batch_rows: int, trim: bool = False, rows_multiple: int = 1
 ) -> list[Planned]:
-    """Sequences in as few micro-batches as best-fit-decreasing finds.
+    """Sequences packed into as few rows as best-fit-decreasing finds, and these into micro-batches.
 
     With `trim`, rows that are filled to half or less go into micro-batches of shorter rows, and a micro-batch has
     1, 2, 3, 4, 6, 8, 12, ... times `rows_multiple` rows (what the mesh divides them by), not always the full number.
@@ -141,7 +144,7 @@ def plan(
     longest = max((len(row.tokens) for row in rows), default=0)
     if longest > row_tokens:
         raise BatchError(f"a sequence has {longest} tokens, but config.trainer.row_tokens is {row_tokens}: raise it")
-    # The token before it would be its neighbour's last one.
+    # In a packed row, the place before it may hold the last token of another sequence.
     if any(len(row.sampled) and row.sampled[0] for row in rows):
         raise BatchError("a sequence begins with a sampled token, which nothing predicts: give it a prompt")
     counts = [int(np.count_nonzero(row.sampled)) for row in rows]
@@ -161,7 +164,8 @@ def plan(
         for start in range(0, len(alike), most):
             part = alike[start : start + most]
             count = min(_row_count(len(part), rows_multiple), most) if trim else most
-            # Only sequences with a sampled token are numbered: so no number exceeds the slots, as `update` relies on.
+            # Only sequences with a sampled token are numbered: so there are no more numbers than slots, as `update`
+            # relies on.
             numbered = [index for members in part for index in members if counts[index]]
             batches.append(Planned(part, count, tokens, sampled, numbered))
     return batches
@@ -178,7 +182,7 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     """Indices per bin: the longest first, each into the fullest bin that has room for it."""
     bins: list[list[int]] = []
     by_room: dict[int, list[int]] = {}  # open bins, by the room that is left
-    rooms: list[int] = []  # those of them that there are, ascending
+    rooms: list[int] = []  # the keys of `by_room`, ascending, for the binary search
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         place = bisect_left(rooms, lengths[index])
         if place == len(rooms):
@@ -206,7 +210,8 @@ def lay_out(rows: Sequence[TokenRow], planned: Planned) -> MicroBatch:
         return np.full((planned.rows, width), value, dtype)
 
     by_token = {name: empty(tokens, np.int32) for name in ("tokens", "positions", "segments")}
-    # Padding must stay harmless where the mask comes too late: place 1 has a place before it, 1 divides anything.
+    # Padding is computed with before the mask removes it, and must do no harm there: place 1 has a place before it, and
+    # 1 may be divided by.
     by_sampled = {
         "places": empty(sampled, np.int32, 1),
         "mask": empty(sampled, np.bool_),

@@ -31,8 +31,8 @@ OnStep = Callable[[dict[str, Any]], None]
 class UpdateCounters:
     """Numbers of one policy that a checkpoint keeps."""
 
-    skipped_updates: int = 0  # whose gradient was not finite
-    empty_updates: int = 0  # without a sampled token
+    skipped_updates: int = 0  # updates whose gradient was not finite
+    empty_updates: int = 0  # updates without a sampled token
 
 
 class Comparison(NamedTuple):
@@ -51,13 +51,13 @@ class StepResult:
     counters: UpdateCounters
     updates: list[Metrics]  # of its updates, on the devices
     compared: list[Comparison]  # engine and trainer, under each version that was compared
-    trajectories: Sequence[str]  # of each sequence that was
-    mismatches: dict[str, tuple[float, int]]  # where it is added, see `sources.Mismatches`
-    line: dict[str, float]  # what is known on the host
+    trajectories: Sequence[str]  # trajectory of each compared sequence, by the sequence's number
+    mismatches: dict[str, tuple[float, int]]  # the policy's, which this step's are added to: see `sources.Mismatches`
+    line: dict[str, float]  # metrics that the host knows already
     started_s: float
     flops: float
     keep: Callable[[], None]  # to be called once the results are there
-    rate: Callable[[int], float]  # learning rate of the newest update, by how many were skipped until then
+    rate: Callable[[int], float]  # learning rate of the newest update, by the number of updates skipped so far
 
 
 class StepLog:
@@ -72,7 +72,7 @@ class StepLog:
         self._in_flight.append(result)
 
     def write(self, *, in_flight: int) -> None:
-        """Wait until at most so many steps are without their line."""
+        """Write lines of the oldest steps, waiting for their results, until at most `in_flight` steps have none."""
         while len(self._in_flight) > in_flight:
             line = self._line_of(self._in_flight.popleft())
             if self._metrics is not None:
@@ -82,6 +82,7 @@ class StepLog:
     def _line_of(self, result: StepResult) -> dict[str, Any]:
         updates, compared = jax.device_get((result.updates, result.compared))  # waits for the devices
         now_s = time.perf_counter()
+        # With steps in flight, this one was dispatched while the devices still worked on the one before.
         step_s = now_s - max(result.started_s, self._devices_idle_s)
         self._devices_idle_s = now_s
         skipped = int(sum(values["skipped"] for values in updates))
@@ -123,10 +124,10 @@ def write_trained(
     Args:
         path: of the file.
         rows: of the batch, in its order.
-        order: for each micro-batch, the place in `rows` of every sequence in it, by its number there.
-        logprobs: of each micro-batch.
+        order: for each micro-batch, the index in `rows` of each of its sequences, by `MicroBatch.sequences`.
+        logprobs: of each micro-batch, [rows, sampled].
     """
-    found: dict[int, list[float]] = {}  # by place in `rows`
+    found: dict[int, list[float]] = {}  # by index in `rows`
     for places, batch, values in zip(order, micro_batches, jax.device_get(list(logprobs)), strict=True):
         masked = np.asarray(batch.mask)
         numbers = np.asarray(batch.sequences)[masked]
@@ -137,12 +138,13 @@ def write_trained(
     by_trajectory: dict[str, list[float]] = {}
     for place in sorted(found):
         by_trajectory.setdefault(rows[place].trajectory_id, []).extend(found[place])
-    with contextlib.suppress(OSError):  # a full disk stops the next checkpoint, whose message is the better one
+    with contextlib.suppress(OSError):  # a full disk will stop the next checkpoint, with a better message
         write_lines(path, ({"trajectory_id": name, "logprobs": values} for name, values in by_trajectory.items()))
 
 
 def _update_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of the updates of a step: means over their tokens, of those that were made; but the counts added up."""
+    """Metrics of a step: means over the tokens of its updates, without skipped ones unless all were; `trained_tokens`
+    is the sum over all."""
     if not updates:
         return {"trained_tokens": 0.0}
     made = [update for update in updates if not update["skipped"]] or updates
@@ -155,7 +157,7 @@ def _update_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _mismatch_metrics(versions: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """k3 KL (per token) and largest log-prob difference between engine and trainer."""
+    """k3 KL (nats per token) and largest log-prob difference between engine and trainer; empty if none was compared."""
     tokens = sum(float(version["tokens"]) for version in versions)
     if not tokens:
         return {}
@@ -166,18 +168,19 @@ def _mismatch_metrics(versions: Sequence[dict[str, Any]]) -> dict[str, float]:
 def _add_mismatches(
     found: dict[str, tuple[float, int]], trajectories: Sequence[str], compared: Sequence[Comparison]
 ) -> None:
-    """Add what each trajectory's sequences differ by."""
+    """Add each compared sequence's k3 sum and number of tokens to those of its trajectory in `found`."""
     for each in compared:
         of_sequences = (values.tolist() for values in each.of_sequences)
-        for name, k3, tokens in zip(trajectories, *of_sequences, strict=False):  # those behind are none
+        # The arrays are longer: they have a slot for each number below a static bound.
+        for name, k3, tokens in zip(trajectories, *of_sequences, strict=False):
             if tokens and math.isfinite(k3):
                 k3_before, tokens_before = found.get(name, (0.0, 0))
                 found[name] = (k3_before + max(k3, 0.0), tokens_before + int(tokens))
 
 
 def memory_metrics() -> dict[str, int]:
-    """Most bytes that a device of this process has held, where its platform counts them, and the process itself."""
-    unit = 1 if sys.platform == "darwin" else 1024
+    """Peak memory in bytes: of the process, and of its fullest device where the platform counts that."""
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB, but on macOS in bytes
     found = {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     if known := [peak for peak in peaks if peak]:
@@ -205,8 +208,8 @@ def episode_metrics(served: ServedBatch) -> dict[str, float]:
 
 
 def row_metrics(rows: Sequence[TokenRow], packed: Sequence[Sequence[MicroBatch]], *, version: int) -> dict[str, float]:
-    """Real tokens, share of padding, how many versions the trained tokens lag, and the share of them that other weights
-    sampled than their reply's first token."""
+    """Tokens of the rows, share of padding beside them, staleness of the trained tokens in versions, and the share of
+    these that was swapped (see `swapped`)."""
     found: dict[str, float] = {"row_tokens": sum(len(row.tokens) for row in rows)}
     if slots := sum(batch.tokens.size for part in packed for batch in part):
         filled = sum(int((batch.segments > 0).sum()) for part in packed for batch in part)
@@ -236,6 +239,6 @@ class TrainerStatus:
         self._write()
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk stops the next checkpoint, whose message is the better one
+        with contextlib.suppress(OSError):  # a full disk will stop the next checkpoint, with a better message
             steps = {policy: {"step": line["step"]} for policy, line in self._policies.items()}
             write_status(self._run_dir, self._role, {"policies": steps, "metrics_url": self.endpoint.url})

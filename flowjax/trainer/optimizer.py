@@ -43,7 +43,7 @@ def learning_rate_schedule(config: ConfigDict, updates: int) -> optax.Schedule:
         raise ConfigError(f"config.optimizer.schedule is {config.schedule!r}: use one of {', '.join(SCHEDULES)}")
     if not warmup:
         return after
-    # From peak / warmup on, not from 0: the first update would else change nothing.
+    # From peak / warmup on, not from 0: otherwise the first update would change nothing.
     return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup])
 
 
@@ -71,7 +71,7 @@ def make_optimizer(config: ConfigDict, updates: int, trained: Arrays | None = No
 
 
 def still_leaves(config: ConfigDict, trained: Arrays) -> frozenset[int]:
-    """Numbers of the leaves of `trained` that rules of the section `optimizer` keep as they are.
+    """Indices of the leaves of `trained` that rules of the section `optimizer` freeze.
 
     Raises:
         ConfigError: see `make_optimizer`.
@@ -85,8 +85,8 @@ def parse_rules(rules: Sequence[Any]) -> list[tuple[re.Pattern[str], dict[str, A
     """`config.optimizer.rules`: pairs of a regular expression and the settings of the parameters that it finds.
 
     Raises:
-        ConfigError: something else than such a pair, an invalid expression, an unknown setting or a value that it does
-            not take.
+        ConfigError: a rule is not such a pair, its expression is invalid, or a setting is unknown or has a value that
+            it does not take.
     """
     parsed = []
     for rule in rules:
@@ -131,7 +131,7 @@ def _first_match(rules: Sequence[tuple[re.Pattern[str], Mapping[str, Any]]], nam
 
 def _named(config: ConfigDict, updates: int, settings: Mapping[str, Any]) -> optax.GradientTransformation:
     if settings.get("frozen"):
-        return optax.set_to_zero()
+        return optax.set_to_zero()  # and keep no moments
     peak = learning_rate_schedule(config, updates)
     scale = settings.get("learning_rate_scale", 1.0)
     decay = settings.get("weight_decay", config.weight_decay)
@@ -161,7 +161,8 @@ def _named(config: ConfigDict, updates: int, settings: Mapping[str, Any]) -> opt
 
 
 def _stacked_matrices(trained: Arrays) -> Arrays:
-    """Axes that Muon makes orthogonal: the last two, those before them (layers, experts) count matrices."""
+    """Axes of the matrices that Muon makes orthogonal: the last two. Those before them (layers, experts) are batches of
+    matrices; None, for which Adam is used, for all other parameters."""
 
     def of(name: Any, leaf: Any) -> MuonDimensionNumbers | None:
         # Above 2, not 1: parameters are stacked over layers, so that a norm's scales are two-dimensional.
@@ -198,6 +199,7 @@ class OptimizerMemory:
 
     @staticmethod
     def _moved(state: Arrays, kind: str) -> Arrays:
+        # Scalars, which are the optimiser's counters, stay on the devices.
         return jax.tree.map(
             lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(kind)) if jnp.ndim(leaf) else leaf, state
         )

@@ -1,5 +1,5 @@
-"""Sources of batches: the dataflow, or a fixed stream of rows for supervised training; one process asks them ahead of
-need, for all."""
+"""Sources of batches: the dataflow, or a fixed stream of rows for supervised training. Of several trainer processes the
+first one asks the source, ahead of need, and sends the batch to the others."""
 
 import asyncio
 import logging
@@ -25,9 +25,10 @@ Unusable = Callable[[str, Sequence[TokenRow]], Mapping[str, str]]
 Mismatches = Mapping[str, tuple[float, int]]
 NO_MISMATCHES: Mismatches = MappingProxyType({})
 _MOST_MISMATCHES = 512  # in one message
-_PIECE_BYTES = 64 * 1024**2  # of a batch that goes from one process to the others
-_LOOK_S = 1.0  # between two looks at what else may go wrong while no batch comes
-_SIZE_BYTES = 8  # of the number of its bytes: 4 are too few for a long batch, and no integer of 8 goes without x64
+_PIECE_BYTES = 64 * 1024**2  # of a batch, in one broadcast
+_LOOK_S = 1.0  # between two checks for other failures while no batch comes
+# Width of a batch's size, itself sent as bytes: 4 would end at 4 GiB, and JAX has no 64-bit integers without x64.
+_SIZE_BYTES = 8
 
 
 class SourceError(RuntimeError):
@@ -49,28 +50,28 @@ class Source(Protocol):
     """Anything that the loop may ask for batches."""
 
     def batch(self, steps: Mapping[str, int]) -> ServedBatch:
-        """A batch of whichever policy has one first.
+        """The next batch of the policy that has one first.
 
-        `steps` are the policies that still train and the version of each. The batch turns that version of its policy
-        into the next; it is the same each time it is asked for.
+        `steps` has the current version of each policy that still trains. The batch takes its policy from that version
+        to the next. Asked for again at the same version, as after a restart, it is the same batch.
         """
         ...
 
     def committed(self, policy: str, version: int, mismatches: Mismatches) -> None:
-        """Called once a checkpoint of the policy's `version` is on disk, with what was found since the call before."""
+        """Called once the policy's `version` is committed on disk, with the mismatches found since the last call."""
         ...
 
 
 class DataflowSource:
     """Batches from the dataflow role.
 
-    Each question has a connection, and an event loop, of its own: the trainer has none, and asks seldom.
+    Each call has a connection and an event loop of its own: the trainer has no loop that runs, and calls seldom.
 
     Args:
         connect: opens the broker to the dataflow.
         timeout_s: longest wait for a batch, with the dataflow up or down.
-        unusable: trajectories of the rows of a policy's batch that cannot be trained on, and why. Such a batch is
-            refused for another: the dataflow puts their groups aside.
+        unusable: why rows of a policy's batch cannot be trained on, by trajectory. A batch with such rows is refused:
+            the dataflow puts their groups aside and makes another.
     """
 
     def __init__(self, connect: Connect, *, timeout_s: float, unusable: Unusable = lambda policy, rows: {}):
@@ -78,13 +79,14 @@ class DataflowSource:
         self._trainer, self._epoch = uuid.uuid4().hex, 0
 
     def claim(self, versions: Mapping[str, int]) -> None:
-        """Become the trainer of these policies, from these versions on; a trainer from before is refused from now on.
+        """Become the trainer of these policies, from these versions on; an older trainer is refused from now on.
 
         Raises:
             DataflowError: the dataflow does not answer, or refuses.
         """
         claimed = False
-        # Refused while `after` is not the newest epoch, as at the first call: the answer names the one to come after.
+        # Compare and set: refused while `after` is not the newest epoch, as it is not at the first call of a restarted
+        # trainer; the answer then has the newest epoch. A copy of a claim that was good changes nothing.
         while not claimed:
             message = {"trainer": self._trainer, "policies": dict(versions), "after": self._epoch}
             answer = self._call("claim", message, self._timeout_s)
@@ -94,12 +96,13 @@ class DataflowSource:
         """See `Source`.
 
         Raises:
-            SourceError: there was none in that time.
+            SourceError: no batch came within `timeout_s`.
             BatchError: a batch that was refused came again.
             DataflowError: the dataflow does not answer, or refuses: with `Superseded` once another trainer has claimed.
         """
         until = time.monotonic() + self._timeout_s
-        behind_first = dict(sorted(steps.items(), key=lambda item: item[1]))  # a policy always ready starves no other
+        # Policies that lag come first, so that one that always has a batch ready does not hold up the others.
+        behind_first = dict(sorted(steps.items(), key=lambda item: item[1]))
         refused: Mapping[str, str] = {}
         while (left_s := until - time.monotonic()) > 0:
             answer = self._call("batch", {"policies": behind_first, "epoch": self._epoch}, left_s)
@@ -171,7 +174,7 @@ class Ahead:
             self._asked.put(dict(steps))
 
     def take(self, timeout_s: float) -> ServedBatch | None:
-        """The batch asked for, or None if it has not come by then; what went wrong there is raised here."""
+        """The batch asked for, or None after `timeout_s`; an error of the thread that fetches it is raised here."""
         try:
             answer = self._answers.get(timeout=timeout_s)
         except queue.Empty:
@@ -184,12 +187,12 @@ class Ahead:
         while True:
             try:
                 self._answers.put(self._source.batch(self._asked.get()))
-            except BaseException as error:  # a thread that died in silence would leave `take` waiting for ever
+            except BaseException as error:  # if the thread died in silence, `take` would wait for ever
                 self._answers.put(error)
 
 
 class Shared:
-    """The next batch as the first process has it, in every process. Only the first asks the source."""
+    """The next batch, the same in every process: only the first asks the source, and sends it to the others."""
 
     def __init__(self, source: Source):
         self._ahead = Ahead(source) if is_first() else None
@@ -199,8 +202,10 @@ class Shared:
             self._ahead.ask(steps)
 
     def take(self, check: Callable[[], None]) -> ServedBatch:
-        """The batch asked for. While it does not come, every process calls `check` each second, which may raise: a
-        version that could not be saved is never played, and the batch of the next one never comes."""
+        """The batch asked for. While it does not come, every process calls `check` each second, which may raise.
+
+        The wait could be for ever otherwise: a version whose save failed is never played, and so never has a batch.
+        """
         while True:
             served = self._ahead.take(_LOOK_S) if self._ahead is not None else None
             if jax.process_count() == 1:
@@ -210,7 +215,7 @@ class Shared:
                 sent = (
                     pack({f.name: getattr(served, f.name) for f in fields(ServedBatch)}) if served is not None else b""
                 )
-                # Its size first: a broadcast takes arrays of one shape in every process. None yet is a size of 0.
+                # Its size first: a broadcast takes arrays of the same shape in every process. Size 0: no batch yet.
                 size = int.from_bytes(_from_first(len(sent).to_bytes(_SIZE_BYTES, "little"), _SIZE_BYTES), "little")
                 if size:
                     return ServedBatch(**unpack(_from_first(sent, size)))
@@ -218,8 +223,8 @@ class Shared:
 
 
 def _from_first(sent: bytes, size: int) -> bytes:
-    """The bytes that the first process sends, so many, in every process. They go by way of the devices, where a whole
-    batch may have no room."""
+    """The `size` bytes that the first process sends, in every process. They go in pieces: a broadcast goes through the
+    devices' memory, which may have no room for a whole batch."""
     pieces = (
         np.frombuffer(sent, np.uint8, min(_PIECE_BYTES, size - start), start)
         if is_first()

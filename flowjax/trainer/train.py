@@ -1,8 +1,8 @@
 """A whole training run, top to bottom.
 
 `main` is what a trainer process does: config, mesh, models, and for each policy its objective, optimiser and restored
-state (`start`). `train` compiles and loops: batch, pack, update, mismatch, log, publish. The step's arithmetic is
-`update.py`; rows are packed by `batch.py`; losses and models are rooms of their own.
+state (`start`). `train` compiles and loops: batch, pack, update, mismatch, log, publish. The step's arithmetic is in
+`update.py`; rows are packed by `batch.py`; losses and models are packages of their own.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ from flowjax.weights.publish import HANDED_OVER, Checkpoints, has_arrays
 
 NUMBER_VARIABLE = "FLOWJAX_PROCESS"
 COORDINATOR_VARIABLE = "FLOWJAX_COORDINATOR"  # of processes that the launcher starts on one machine
-_WORTH_KEEPING_S = 0.2  # seconds of compilation
+_WORTH_KEEPING_S = 0.2  # seconds; programs that compile faster are not kept in the compile cache
 
 
 def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
@@ -85,14 +85,14 @@ def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
 
     Raises:
         ConfigError, ModelError, CheckpointError: something does not fit; nothing was trained.
-        BatchError, DataflowError, SourceError: no batch could be had, or it cannot be trained on.
+        BatchError, DataflowError, SourceError: no batch came, or one that cannot be trained on.
     """
     # ---------------------------------------------------------------------------------------------------------- config
     run = read_run(run_dir)
     config, trained = run.config, {name: policy for name, policy in run.policies.items() if only in ("", name)}
     if not trained:
         raise ConfigError(f"--policy is {only!r}: the run has {', '.join(run.policies)}")
-    if lost := lost_checkpoints(run_dir, trained):  # deleted while the run was under way: its launch saw them
+    if lost := lost_checkpoints(run_dir, trained):  # deleted since the launch, which has checked this too
         raise ConfigError("; ".join(lost))
 
     # ------------------------------------------------------------------------------------------------------------ mesh
@@ -102,7 +102,7 @@ def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
         mesh = make_mesh(**config.mesh.to_dict())
         for each in (policy.trainer for policy in trained.values()):
             Placement(mesh).check_batch(each.micro_batch_rows, row_buckets(each.row_tokens)[-1])
-    except ModelError as error:  # files of a model may be back at the next start, but these stay as they are
+    except ModelError as error:  # a missing model file may be back after a restart; these sizes will be the same
         raise ConfigError(str(error)) from error
 
     # -------------------------------------------------------------------------------------- models, optimiser, restore
@@ -122,7 +122,7 @@ def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
                     run_dir / "checkpoints" / name, keep=trainer.keep_checkpoints, keep_every=trainer.keep_every_steps
                 )
             )
-            # Popped: the learner has the arrays, and one more reference would keep those of before training in memory.
+            # Popped, so that nothing but the learner refers to the arrays: else the initial weights stay in memory.
             learners[name] = start(run, policy, decoders.pop(name), checkpoints)
         steps = {name: learner.state.step for name, learner in learners.items()}
 
@@ -130,7 +130,7 @@ def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
         to_dataflow = partial(connect_to_run, run_dir)
         source = DataflowSource(to_dataflow, timeout_s=config.trainer.step_timeout_s, unusable=unusable)
         if is_first():
-            source.claim(steps)  # a trainer from before, and late copies of what it said, are refused from now on
+            source.claim(steps)  # from now on an older trainer, and late copies of its messages, are refused
         metrics, on_step = None, _no_report
         if is_first():
             metrics = MetricsWriter(run_dir, resume_step=steps)
@@ -164,10 +164,10 @@ def use_compile_cache(folder: str) -> None:
 def join(trainer: ConfigDict, *, scheduled: bool = False) -> None:
     """Join the other processes of the trainer, if there are any. To be called before anything else touches a device.
 
-    Every process runs the same command. Its number, from 0, is FLOWJAX_PROCESS of the environment, and
-    `config.trainer.processes` says how many there are. One that is `scheduled` and has no such variable learns all that
-    from the scheduler by which it was started, if JAX knows it: SLURM, Open MPI, Kubernetes (with jax[k8s]), or from
-    the slice of TPUs whose host it is on.
+    Every process runs the same command. Its number, from 0, is the environment variable FLOWJAX_PROCESS, and
+    `config.trainer.processes` says how many there are. A `scheduled` process without that variable gets all of this
+    from the scheduler that started it, if JAX knows it: SLURM, Open MPI, Kubernetes (with jax[k8s]), or the TPU slice
+    of its host.
 
     Raises:
         ConfigError: the number is missing or out of range, or there is no coordinator's address.
@@ -182,7 +182,7 @@ def join(trainer: ConfigDict, *, scheduled: bool = False) -> None:
             _initialize()
             return
         except ValueError as error:
-            if "be defined" not in str(error):  # else JAX knows no scheduler here: what the config says holds
+            if "be defined" not in str(error):  # JAX says so where it finds no scheduler: then the config counts
                 raise
     if count == 1:
         return
@@ -200,11 +200,12 @@ def join(trainer: ConfigDict, *, scheduled: bool = False) -> None:
 
 
 def _initialize(*known: Any) -> None:
-    jax.config.update("jax_enable_preemption_service", False)  # it catches SIGTERM for who asks it, as nobody here does
-    # An empty list: all devices that this process sees. For None, JAX takes one alone where it knows the scheduler.
+    # The service catches SIGTERM to announce a preemption to those who ask for it, which nothing here does.
+    jax.config.update("jax_enable_preemption_service", False)
+    # An empty list: all devices that this process sees. With None, JAX takes only one where it knows the scheduler.
     jax.distributed.initialize(*known, local_device_ids=[])
-    # At once, while all are here: Gloo connects them at the first exchange, and who is half a minute late at it, with
-    # a model to load before, ends them all.
+    # A barrier now, while all processes are here: Gloo connects them at their first collective, and fails in all if one
+    # comes half a minute late, as after loading a model.
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("all have joined")
 
@@ -213,10 +214,10 @@ def _initialize(*known: Any) -> None:
 
 
 def make_models(run: Run, mesh: Mesh, trained: Collection[str] | None = None) -> dict[str, Decoder]:
-    """The models of the policies that are trained here (None: all), an adapter each on the base that they share.
+    """The models of the policies that are trained here (None: all): one base that they share, with an adapter for each.
 
     Raises:
-        ConfigError: policies share a base that one of them trains itself, or they have several.
+        ConfigError: a policy trains all weights of a base that others share, or the policies have several bases.
         ModelError: the model's folder, its adapter or the mesh does not fit.
     """
     policies = {name: policy for name, policy in run.policies.items() if trained is None or name in trained}
@@ -251,7 +252,7 @@ def make_models(run: Run, mesh: Mesh, trained: Collection[str] | None = None) ->
     )
     if full:
         return {full[0]: decoder}
-    return {
+    return {  # one key for all: each adapter starts as it would if its policy trained alone
         name: with_adapter(decoder, Lora(**policy.lora.to_dict()), jax.random.key(run.config.seed))
         for name, policy in policies.items()
     }
@@ -264,11 +265,11 @@ def make_models(run: Run, mesh: Mesh, trained: Collection[str] | None = None) ->
 class Learner:
     """One policy in training: its arrays, what acts on them, and its counters.
 
-    recent: trained arrays of the versions that a batch may have been sampled from, by version; the newest is a copy
-        of those in `state`, whose buffers the next update is given (donated).
+    recent: trained arrays by version, of the versions that a batch may have been sampled from. The newest is a copy,
+        since the next update donates the buffers of `state`.
     base_digest: see `_digest`.
-    mismatches: see `sources.Mismatches`; those of which the source has not heard.
-    reported: newest version of which the source has heard that it is on disk.
+    mismatches: see `sources.Mismatches`; those not yet reported to the source.
+    reported: newest version that was reported to the source as committed.
     """
 
     run: Run
@@ -286,7 +287,7 @@ class Learner:
     base_digest: str = ""
     mismatches: dict[str, tuple[float, int]] = field(default_factory=dict)
     reported: int = -1
-    save_s: float = 0.0  # of the newest version
+    save_s: float = 0.0  # seconds that `publish` of the newest version took; the rest is in the background
 
     @property
     def name(self) -> str:
@@ -294,7 +295,7 @@ class Learner:
 
     @property
     def is_checkpoint(self) -> bool:
-        """True if its step is one whose whole state is saved, not what engines are given alone."""
+        """True if the whole state is saved at this step, and not only what engines need."""
         trainer, step = self.policy.trainer, self.state.step
         return step % trainer.checkpoint_every == 0 or step >= trainer.steps
 
@@ -324,7 +325,7 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
     # ------------------------------------------------------------------------------------------------------- objective
     graph, trained, frozen = nnx.split(decoder, LoraParam if decoder.lora else nnx.Param, ...)
     objective = make_objective(run, policy, graph, trained)
-    # Small steps would be lost in bfloat16: what is trained is kept in float32 and cast for each pass.
+    # Master weights in float32, cast for each pass: bfloat16 has 8 significant bits and would round small updates away.
     trained = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
 
     # ------------------------------------------------------------------------------------------------------- optimiser
@@ -332,7 +333,8 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
     optimizer = make_optimizer(policy.optimizer, updates, trained)
     optimizer_state = optimizer.init(trained)
     if decoder.placement is not None:
-        # Counters come on one device. Left there, the first update and the later ones would be two programs.
+        # optax makes its counters on one device. Left there, they would come back from the first update on the whole
+        # mesh, and the second update would be another program.
         mesh = decoder.placement.mesh
         optimizer_state = jax.tree.map(lambda leaf: on_mesh(leaf, mesh), optimizer_state)
     memory = OptimizerMemory(policy.trainer.offload_optimizer)
@@ -367,7 +369,7 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
     if newest is None:
         publish(learner)  # engines serve version 0, so that the first batch has a version like any other
     if checkpoints is not None:
-        # A resumed run still gets rows of these versions, and compares log-probs under each.
+        # After a resume, batches still hold rows that these versions sampled: log-probs are compared under each.
         oldest = step - run.config.dataflow.max_staleness
         known = [version for version in checkpoints.committed_steps() if oldest <= version < step]
         with_arrays = {version for version in known if has_arrays(checkpoints.directory, version)}
@@ -383,8 +385,8 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
 
 
 def _digest(base: Base) -> str:
-    """Digest of a nano base's weights, which another run may make anew under the same path; "" for other models, which
-    are large and no run makes."""
+    """Digest of a nano base's weights: another run may have made a different base under the same path. "" for other
+    models, which are large and not made by a run."""
     files = sorted(Path(base.model.path).glob("*.safetensors")) if base.model.nano is not None else ()
     return ",".join(map(digest_of, files))
 
@@ -405,8 +407,8 @@ def make_objective(run: Run, policy: Policy, graph: Any, trained: Arrays) -> Obj
 
 
 def _as_served(folder: Path, decoder: Decoder, like: Arrays) -> Arrays:
-    """All weights of a version as engines were given them, which are the very ones that they sampled with; placed as
-    those of `decoder`."""
+    """All weights of a version from the folder that engines loaded, so exactly those that sampled; placed as those of
+    `decoder`."""
     mesh = decoder.placement.mesh if decoder.placement is not None else None
     assert not isinstance(mesh, AbstractMesh), "weights were put on its devices"
     served = nnx.state(load_decoder(folder, dtype=jnp.float32, mesh=mesh), nnx.Param)
@@ -414,11 +416,11 @@ def _as_served(folder: Path, decoder: Decoder, like: Arrays) -> Arrays:
 
 
 def publish(learner: Learner) -> None:
-    """Save the version that a policy is at, as a checkpoint where it is due. It is written in the background, and its
-    commit marker is the publication of the version."""
+    """Save a policy's current version, as a checkpoint where one is due. It is written in the background; its commit
+    marker is the publication of the version."""
     if learner.checkpoints is not None:
         state, made = learner.state, None
-        if learner.policy.train == "full" and jax.process_count() == 1:  # several hold a part of the arrays each
+        if learner.policy.train == "full" and jax.process_count() == 1:  # of several, each holds a part of the arrays
             made = FullHandOver(learner.model, learner.policy.base.engine.dtype).writer(state.trained)
         data = {"skipped": learner.counters.skipped_updates, "empty": learner.counters.empty_updates}
         data |= {"base": learner.base_digest} if learner.base_digest else {}
@@ -480,11 +482,11 @@ def train(
     batches = Shared(source)
     batches.ask(_unfinished(learners))
     while _unfinished(learners):
-        # batch: wait for it; say which version has reached the disk meanwhile
+        # batch: wait for it; report which versions were committed meanwhile
         started_s = time.perf_counter()
         served = batches.take(partial(_check_saves, learners))
         learner = learners[served.policy]
-        for each in learners.values():  # the last one of a policy that is through, too
+        for each in learners.values():  # all policies: one that has finished may have its last version to report
             _report_committed(each, source)
 
         # pack: shuffle its rows, split them into updates, lay each out in rows of fixed length
@@ -501,7 +503,8 @@ def train(
         pass_logprobs: list[list[jax.Array]] = []  # by update and micro-batch, of the pass that was differentiated
         for update, micro_batches in enumerate(on_devices):
             pass_logprobs.append([])
-            # The first update starts at the step's own policy; later ones, and passes with dropout, do not.
+            # The first update trains the policy of the step's start, whose own log-probs are the proximal ones. Later
+            # updates, and passes with dropout, need a forward pass under the weights of the start.
             at_start = learner.recent[step] if update or learner.uses_dropout else None
             first_passes = first_pass(learner.objective, learner.state, micro_batches, start=at_start)
             total = None
@@ -511,18 +514,18 @@ def train(
                     learner.objective, learner.state, micro_batch, known, dropout_seed=seed, total=total
                 )
                 pass_logprobs[update].append(logprobs)
-            assert total is not None  # an update without rows was left out
+            assert total is not None  # `_split` left out updates without rows
             results.append(_apply_update(learner, total))
 
-        # mismatch: the engine's log-probs against ours, under the very version that sampled them
+        # mismatch: the engine's log-probs against ours, under the version that sampled them
         compared, trajectories = [], []
         if learner.checkpoints is not None and packed:
-            chosen = step % len(packed[0])  # of all in turn: the longest sequences are in the first
+            chosen = step % len(packed[0])  # another one each step: the first always holds the longest sequences
             ours = None if learner.uses_dropout else pass_logprobs[0][chosen]  # under the weights of the step's start
             compared = _compared(learner, packed[0][chosen], on_devices[0][chosen], mesh, ours=ours)
             trajectories = [updates[0][index].trajectory_id for index in plans[0][chosen].numbered]
 
-        # count it: also when nothing was trained, the batch is used up
+        # count the step, also when nothing was trained: the batch is used
         keep = _writer_of_logprobs(learner, served.rows, updates, plans, packed, pass_logprobs)
         learner.counters.empty_updates += trainer.updates_per_step - len(updates)
         if not updates:
@@ -576,7 +579,7 @@ def train(
 
 
 def _check_saves(learners: Mapping[str, Learner]) -> None:
-    """Raise what a save in the background has failed with."""
+    """Raise the error of a save that failed in the background."""
     for learner in learners.values():
         if learner.checkpoints is not None:
             learner.checkpoints.check()
@@ -586,7 +589,7 @@ def _check_saves(learners: Mapping[str, Learner]) -> None:
 
 
 def _longest_micro_batch(learner: Learner) -> MicroBatch:
-    """A micro-batch of rows that hold one turn each, as long as it may get."""
+    """A micro-batch of rows that hold one turn each, of the greatest length that the config allows."""
     rollout, trainer = learner.run.config.rollout, learner.policy.trainer
     prompt, reply = rollout.max_prompt_tokens, rollout.max_new_tokens
     sampled = np.arange(prompt + reply) >= prompt
@@ -597,12 +600,12 @@ def _longest_micro_batch(learner: Learner) -> MicroBatch:
 
 
 def _compile(learner: Learner, batch: MicroBatch) -> None:
-    """Run every function of a step once, so that it is compiled for this batch's shape; nothing changes. Batches whose
-    rows hold another power of two of sampled tokens are compiled for when they come."""
+    """Run every function of a step once, so that it is compiled for this batch's shape; nothing changes. Other shapes,
+    as with another power of two of sampled tokens in a row, are compiled when their first batch comes."""
     state, objective = learner.state, learner.objective
     if _compares_apart(learner):
         logprobs_of(objective, state, batch)
-    # A step's first update needs no pass under the weights of its start: these are its own, but for dropout.
+    # The first update of a step needs no pass under the weights of the start, which are its own, except with dropout.
     starts = [] if learner.uses_dropout else [None]
     if learner.policy.trainer.updates_per_step > 1 or learner.uses_dropout:
         starts.append(state.trained)
@@ -610,14 +613,14 @@ def _compile(learner: Learner, batch: MicroBatch) -> None:
     *others, last = {jax.tree.structure(known): known for known in found}.values()  # a program for each structure
     for known in others:
         _compile_gradient(learner, batch, known)
-    total = _compile_gradient(learner, batch, last)  # of one alone: no step holds more
-    # A gradient that is not finite changes nothing. The state is given away and comes back: copies of weights and
-    # moments beside it would be more than any step holds.
+    total = _compile_gradient(learner, batch, last)  # kept for the last structure only: a step holds one sum at a time
+    # NaN gradients, at which `apply` leaves weights and moments as they are. The state itself is donated and comes
+    # back: with a copy of it for this trial run, memory would exceed that of a step.
     _apply_update(learner, replace(total, gradient=jax.tree.map(lambda leaf: leaf * jnp.nan, total.gradient)))
 
 
 def _compile_gradient(learner: Learner, batch: MicroBatch, known: FirstPass) -> GradientSum:
-    """The sum of two passes: the second one adds to the first, which is another program."""
+    """The gradient sum of two passes. A first pass, and one that adds to an earlier sum, are two programs."""
     arguments = learner.objective, learner.state, batch, known
     one, _ = gradient_of(*arguments, dropout_seed=_dropout_seed(learner, 0, 0), total=None)
     two, _ = gradient_of(*arguments, dropout_seed=_dropout_seed(learner, 0, 1), total=one)
@@ -628,14 +631,14 @@ def _compile_gradient(learner: Learner, batch: MicroBatch, known: FirstPass) -> 
 
 
 def _rate_of(learner: Learner) -> Callable[[int], float]:
-    """Learning rate of the newest update, by how many were skipped until then, which the devices say later. The
-    optimiser counts those that it made, from 0."""
+    """A function from the number of updates skipped so far, which is known once the devices are done, to the learning
+    rate of the newest update. The optimiser's schedule counts the updates that were made, from 0."""
     tried = learner.state.step * learner.policy.trainer.updates_per_step - learner.counters.empty_updates
     return lambda skipped: float(np.asarray(learner.schedule(max(tried - skipped - 1, 0))))
 
 
 def _unfinished(learners: Mapping[str, Learner]) -> dict[str, int]:
-    """The step that each policy in training is at."""
+    """The current step of each policy that still trains."""
     steps = {name: learner.state.step for name, learner in learners.items()}
     return {name: step for name, step in steps.items() if step < learners[name].policy.trainer.steps}
 
@@ -649,7 +652,8 @@ def _report_committed(learner: Learner, source: Source) -> None:
 
 
 def _split(rows: Sequence[TokenRow], parts: int, *, seed: int, step: int) -> list[list[TokenRow]]:
-    """Rows in an order fixed by (seed, step), cut into nearly equal parts; those with nothing to train are left out."""
+    """Rows in an order fixed by (seed, step), cut into nearly equal parts; rows without a sampled token, and parts that
+    are empty without them, are left out."""
     order = np.random.default_rng((seed, step)).permutation(len(rows))
     cut = [[rows[index] for index in part if rows[index].sampled.any()] for part in np.array_split(order, parts)]
     return [part for part in cut if part]
@@ -673,11 +677,11 @@ def _writer_of_logprobs(
     packed: Sequence[Sequence[MicroBatch]],
     logprobs: Sequence[Sequence[jax.Array]],
 ) -> Callable[[], None]:
-    """A function that writes the step's log-probs at training beside the transcripts of its batch, once they are there;
-    one that does nothing where no transcripts are kept."""
+    """A function to be called once the step's log-probs at training are there: it writes them beside the transcripts of
+    the batch. Where no transcripts are kept, it does nothing."""
     run, step = learner.run, learner.state.step
     kept = run.config.dataflow.keep_trajectories and learner.checkpoints is not None and run.folder != Path()
-    if not kept or not is_first() or jax.process_count() > 1:  # several processes hold a part of them each
+    if not kept or not is_first() or jax.process_count() > 1:  # of several processes, each holds a part of them
         return _write_nothing
     place = {id(row): index for index, row in enumerate(rows)}
     order = [
@@ -695,8 +699,8 @@ def _write_nothing() -> None:
 
 
 def _compares_apart(learner: Learner) -> bool:
-    """True if the engine's log-probs may need a forward pass of their own to be compared with: what is differentiated
-    is under the newest weights."""
+    """True if the comparison with the engine's log-probs may need a forward pass of its own: the pass that is
+    differentiated is under the newest weights, and with dropout."""
     may_lag = learner.run.config.dataflow.max_staleness > 0
     return learner.checkpoints is not None and (may_lag or learner.uses_dropout)
 
@@ -706,9 +710,8 @@ def _compared(
 ) -> list[Comparison]:
     """Engine and trainer compared over one micro-batch, under each version in it.
 
-    Tokens that a reply got from other weights than its first one are left out: see `swapped`. `ours` are its log-probs
-    under the weights that the step began with, where some pass has given them. Nothing is waited for: the results stay
-    on the devices.
+    Swapped tokens are left out: see `swapped`. `ours` are the micro-batch's log-probs under the weights that the step
+    began with, if a pass has found them already. Nothing is waited for: the results stay on the devices.
     """
     versions = np.asarray(batch.versions)
     compared = np.asarray(batch.mask) & ~swapped(np.asarray(batch.places), versions)
@@ -724,7 +727,7 @@ def _compared(
 
 @cache
 def _compare(mesh: Mesh) -> Callable[..., Comparison]:
-    """A function that compares a micro-batch under one version. Every process gets all of it."""
+    """A jitted function that compares a micro-batch under one version; every process gets the whole result."""
 
     def compare(ours: jax.Array, theirs: jax.Array, mask: jax.Array, sequences: jax.Array) -> Comparison:
         of_sequences = mismatch_of_sequences(ours, theirs, mask, sequences, sequences.size)
@@ -734,14 +737,14 @@ def _compare(mesh: Mesh) -> Callable[..., Comparison]:
 
 
 def _dropout_seed(learner: Learner, update: int, micro_batch: int) -> DropoutSeed | None:
-    """Numbers that the dropout of a pass follows from: the seed and the place in the run, so that resume is exact."""
+    """Numbers that determine a pass's dropout: the seed and the place in the run, so that a resumed run repeats it."""
     if not learner.uses_dropout:
         return None
     return np.array([learner.run.config.seed, learner.state.step, update, micro_batch], np.uint32)
 
 
 def _apply_update(learner: Learner, total: GradientSum) -> Metrics:
-    """Take the optimiser's step; its state is on the devices only meanwhile, where it is kept on the host."""
+    """Take the optimiser's step. An optimiser state that is kept on the host is on the devices for this only."""
     fetched = replace(learner.state, optimizer=learner.memory.to_device(learner.state.optimizer))
     state, metrics = apply(learner.optimizer, fetched, total)
     learner.state = replace(state, optimizer=learner.memory.to_host(state.optimizer))
@@ -749,8 +752,9 @@ def _apply_update(learner: Learner, total: GradientSum) -> Metrics:
 
 
 def _remember(learner: Learner) -> None:
-    """Keep a copy of the new version, and forget what is too old for any row to have been sampled from. Nothing asks
-    for one where engines have none and a step begins and ends with one update, as in the warm start."""
+    """Keep a copy of the new version, and drop versions too old for a batch to have been sampled from. Without
+    checkpoints, no engine samples; with one update a step and no dropout besides, as in the warm start, nothing reads
+    a copy."""
     if learner.checkpoints is None and learner.policy.trainer.updates_per_step == 1 and not learner.uses_dropout:
         return
     learner.recent[learner.state.step] = _copied(learner.state.trained)

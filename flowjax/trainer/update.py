@@ -6,7 +6,7 @@
     state, metrics = apply(optimizer, state, total)
 
 The arrays that a step reads or writes are a `PolicyState`; what is static, and has programs compiled for it, is an
-`Objective`. A public function checks nothing: it calls its compiled part, which stands right below it.
+`Objective`. Each public function calls its compiled part, which stands right below it; neither checks its arguments.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ Metrics = dict[str, Float[Array, ""]]
 class PolicyState:
     """All arrays of a policy in training.
 
-    step: batches that it was trained on, which is also the version that its weights are published as.
+    step: number of batches trained on, which is also the version that the weights are published as.
     trained: the adapter, or all weights, in float32 whatever the model computes in.
     optimizer: the optimiser's state for them.
     frozen: the rest of the model; several policies may share these very arrays.
@@ -64,8 +64,8 @@ class GradientSum:
 class FirstPass:
     """Results of forward passes that some objectives need before the gradient; None for those that do not.
 
-    proximal_logprobs: of the policy at the start of the step, for the decoupled objective; None where that is the
-        policy that is about to be trained, whose own log-probs then stand for them.
+    proximal_logprobs: under the policy at the start of the step, for the decoupled objective; None where that is still
+        the current policy, whose own log-probs are then used.
     ratio_bounds: M2PO's clip bounds, found over the whole update.
     """
 
@@ -77,14 +77,14 @@ class FirstPass:
 class Objective:
     """A loss of a model, without arrays. Hashable: equal objectives share their compiled programs.
 
-    graph: of the model whose arrays are `PolicyState.trained` and `.frozen`.
-    dtypes: what the model computes in, one for each leaf of `trained`.
+    graph: structure of the model whose arrays are `PolicyState.trained` and `.frozen`.
+    dtypes: types that the model computes in, one for each leaf of `trained`.
     kind, options: of `policy_loss`.
-    kl_coefficient: of the KL to the model without its adapter; 0 leaves its forward pass out.
-    entropy_coefficient: of the entropy, which is subtracted.
-    temperature: that tokens were sampled at.
+    kl_coefficient: weight of the KL to the model without its adapter; 0 leaves out the forward pass for it.
+    entropy_coefficient: weight of the entropy, which is subtracted from the loss.
+    temperature: the sampling temperature, which the log-probs are taken at, too.
     chunk_tokens: tokens whose logits over the whole vocabulary exist at once.
-    still: numbers of the leaves of `trained` that stay as they are: their gradient is zero, at no cost.
+    still: indices of the leaves of `trained` that rules freeze: their gradient is zero, at no cost.
     """
 
     graph: nnx.GraphDef
@@ -140,13 +140,14 @@ def sampled_logprobs(
     dropout_key: jax.Array | None = None,
     frozen_head: bool = False,
 ) -> tuple[Float[Array, "rows sampled"], Float[Array, "rows sampled"]]:
-    """Log-probability and entropy at the sampled tokens only: other places never meet the vocabulary.
+    """Log-probability and entropy of the sampled tokens; logits are computed for no others.
 
     `frozen_head`: see `token_logprobs`.
     """
     hidden = model(batch.tokens, batch.positions, batch.segments, adapter_scale=adapter_scale, dropout_key=dropout_key)
     rows, sampled = batch.places.shape
     parts = 1 if model.placement is None else model.placement.ways("tokens")
+    # A multiple of the devices that a row's tokens are split over; padding is place 1, as in `batch.lay_out`.
     places = jnp.pad(jnp.asarray(batch.places), ((0, 0), (0, -sampled % parts)), constant_values=1)
     before = take_tokens(hidden, places - 1, model.placement)  # a token is predicted one place earlier
     found = token_logprobs(
@@ -186,13 +187,13 @@ def _m2po_bounds(
     """Clip bounds over the whole update: those of a micro-batch alone would depend on how rows were split."""
     ours: list[Any] = [logprobs_of(objective, state, batch) for batch in batches]
     old: list[Any] = [batch.behaviour_logprobs for batch in batches]
-    if objective.options.needs_proximal:  # of the very ratio that is clipped; None stands for the policy as it is
+    if objective.options.needs_proximal:  # then the clipped ratio is to the proximal policy; None: to the current one
         old = [now if known is None else known for now, known in zip(ours, proximal, strict=True)]
     columns = (ours, old, [batch.advantages for batch in batches], [batch.mask for batch in batches])
     return _bounds_of(columns, objective.options.m2_threshold)
 
 
-# One program for each number of micro-batches: op by op it would be a dozen of them, compiled in the midst of a run.
+# One program for each number of micro-batches: without jit each operation would be one, compiled in the midst of a run.
 @jax.jit
 def _bounds_of(
     columns: tuple[list[Array], ...], threshold: Float[Array, ""]
@@ -214,14 +215,14 @@ def gradient_of(
     total: GradientSum | None = None,
 ) -> tuple[GradientSum, Float[Array, "rows sampled"]]:
     """The gradient of a micro-batch's summed loss, added to `total`, whose buffers are donated; and the log-probs of
-    its sampled tokens in this pass, which people read beside those of the engine.
+    its sampled tokens in this pass, which transcripts show beside those of the engine.
 
-    `dropout_seed`: numbers that the dropout of this pass follows from; None is no dropout.
+    `dropout_seed`: numbers that determine the dropout of this pass; None is no dropout.
     """
     return _gradient_of(objective, state.trained, state.frozen, batch, known, dropout_seed, total)
 
 
-# `total` is donated: the sum takes its buffers, and no two gradients of the whole model exist at once.
+# `total` is donated: the new sum reuses its buffers, so that memory holds one gradient sum of the whole model.
 @partial(jax.jit, static_argnums=0, donate_argnames="total")
 def _gradient_of(
     objective: Objective,
@@ -239,7 +240,7 @@ def _gradient_of(
     return found if total is None else jax.tree.map(jnp.add, total, found), logprobs
 
 
-# The arguments are those of `_gradient_of` above it in update.py: it differentiates this by the first of the arrays.
+# The arguments are those of `_gradient_of` above it in update.py, which differentiates this by `trained`.
 def _summed_loss(
     objective: Objective,
     trained: Arrays,
@@ -252,7 +253,7 @@ def _summed_loss(
     options = objective.options
     logprobs, entropy = _model_logprobs(objective, trained, frozen, batch, dropout_key=_dropout_key(dropout_seed))
     proximal = known.proximal_logprobs
-    if proximal is None and options.needs_proximal:  # the first update: the policy of now is that of the step's start
+    if proximal is None and options.needs_proximal:  # a step's first update: the current policy is the proximal one
         proximal = jax.lax.stop_gradient(logprobs)
     loss, denominator, sums = policy_loss(
         logprobs,
@@ -262,7 +263,7 @@ def _summed_loss(
         kind=objective.kind,
         options=options,
         sequences=batch.sequences,
-        sequence_count=batch.sequences.size,  # a static bound: a sequence has a sampled token, and each has a slot
+        sequence_count=batch.sequences.size,  # a static bound: each sequence fills at least one slot for sampled tokens
         trajectory_tokens=batch.trajectory_tokens,
         proximal_logprobs=proximal,
         ratio_bounds=known.ratio_bounds,
@@ -305,11 +306,12 @@ def _dropout_key(seed: DropoutSeed | None) -> jax.Array | None:
 def apply(
     optimizer: optax.GradientTransformation, state: PolicyState, total: GradientSum
 ) -> tuple[PolicyState, Metrics]:
-    """The update of the summed gradient, divided once. Buffers of `state.trained` and `.optimizer` are donated.
+    """Optimiser step with the summed gradient, divided once by the summed denominator.
 
-    A gradient that is not finite changes nothing; `skipped` in the metrics is then 1. The metrics stay on the devices.
+    Buffers of `state.trained` and `.optimizer` are donated. A gradient that is not finite changes nothing; `skipped` in
+    the metrics is then 1. The metrics stay on the devices.
     """
-    # Outputs are laid out as inputs are: XLA's own choice could need another program for the next update.
+    # Outputs are laid out as inputs are: for another layout of XLA's choice, the next update would compile anew.
     layout = tuple(leaf.sharding for leaf in jax.tree.leaves((state.trained, state.optimizer)))
     trained, optimizer_state, metrics = _apply(optimizer, layout, state.trained, state.optimizer, total)
     return replace(state, trained=trained, optimizer=optimizer_state), metrics

@@ -41,15 +41,16 @@ from flowjax.trainer.sources import FixedSource
 from flowjax.trainer.train import train_one, use_compile_cache
 from flowjax.workflows.codec import Codec
 
-_ROOM = 1.1  # of a batch of lessons, beside their mean length
-_ROWS_MULTIPLE = 8  # packed rows divide over so many devices
+_ROOM = 1.1  # token slots for a batch of lessons, over its tokens at their mean length
+_ROWS_MULTIPLE = 8  # the number of packed rows, so that as many devices divide them
 
 
 def have_base(run: Run, base: Base) -> None:
-    """See that a base model is at its `model.path`: runs that are launched at once and share it wait for the first.
+    """Make a base model at its `model.path` unless it is there. Of runs launched at once that share it, the first makes
+    it and the others wait.
 
     Raises:
-        ConfigError: `model.nano` names no shape, or that run has made or taught it otherwise.
+        ConfigError: `model.nano` names no shape, or another run has made it with another shape or warm start.
     """
     folder = Path(base.model.path)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -119,10 +120,10 @@ def build_base(run: Run, base: Base) -> None:
 def imitation_rows(
     config: ConfigDict, warm: ConfigDict, world: World, codec: Codec, *, states: int, label_noise: float
 ) -> list[TokenRow]:
-    """The expert's way through the training tasks, as rows to imitate that hold `states` replies and fill a batch.
+    """The expert's play of the training tasks as rows to imitate: at least `states` replies and a batch of rows.
 
     Raises:
-        ConfigError: a word of theirs is none of the base's.
+        ConfigError: a word in a prompt or reply is not in the base's vocabulary.
     """
     tasks = world.tasks("train", config.env.data_seed)[: warm.tasks]
     conversations = expert_conversations(config.workflow)(
@@ -147,9 +148,7 @@ def imitation_rows(
 
 
 def _check_words(config: ConfigDict, conversation: Sequence[Exchange], words: Set[str]) -> None:
-    """Raises:
-    ConfigError: a word is unknown. It would be one token with all others that are, in every prompt of the run.
-    """
+    """Raise ConfigError for a word that is not in the vocabulary: all such words would be the same token, <unk>."""
     said = (text for messages, reply in conversation for text in (*(each["content"] for each in messages), reply))
     if unknown := [word for text in said for word in str(text).split() if word not in words]:
         raise ConfigError(
@@ -159,6 +158,7 @@ def _check_words(config: ConfigDict, conversation: Sequence[Exchange], words: Se
 
 
 def _row(codec: Codec, conversation: Sequence[Exchange]) -> TokenRow:
+    """A conversation as one row in which the expert's replies are the sampled tokens, each with advantage 1."""
     ids: list[int] = []
     is_reply: list[bool] = []
     reply_ids: list[int] = []
@@ -187,10 +187,10 @@ def _batches(
 
 
 def _lesson_rows(config: ConfigDict, base: Base, world: World, codec: Codec) -> list[TokenRow]:
-    """`warm_start.states` lessons, less those that the base's engine has no room for.
+    """`warm_start.states` lessons, less those that are too long for the base's engine.
 
     Raises:
-        ConfigError: it has hardly room for any.
+        ConfigError: fewer are left than fill a batch.
     """
     warm, rng = base.warm_start, np.random.default_rng(config.seed)
     tasks = world.tasks("train", config.env.data_seed)[: warm.tasks]
@@ -210,7 +210,7 @@ def _lesson_rows(config: ConfigDict, base: Base, world: World, codec: Codec) -> 
 
 
 def _epochs(rows: Sequence[TokenRow], batch_rows: int, rng: np.random.Generator) -> Iterator[list[TokenRow]]:
-    """Shuffled batches without end."""
+    """Shuffled batches without end; rows that do not fill a batch are left out of that epoch."""
     while True:
         order = rng.permutation(len(rows))
         for start in range(0, len(rows) - batch_rows + 1, batch_rows):
