@@ -34,17 +34,18 @@ Aggregation = Literal[
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of `policy_loss` (config.loss.options); objectives that do not clip pay the clip bounds no heed.
+    """Options of `policy_loss` (config.loss.options); objectives that do not clip ignore the clip bounds.
 
-    clip_low, clip_high: how far the ratio may fall below and rise above 1; of dppo and ipo, the probability.
-    aggregation: how tokens are averaged; None is per token, or per sequence where the objective is a sequence's (gspo).
-    sequence_tokens: constant: the fixed length that each sequence's sum is divided by (Dr. GRPO).
+    clip_low, clip_high: how far the ratio may fall below and rise above 1; for dppo and ipo, how far the probability
+        may fall and rise.
+    aggregation: how tokens are averaged, see `aggregate`; None is sequence_mean_token_mean for gspo, else token_mean.
+    sequence_tokens: for aggregation constant: the fixed length that each sequence's sum is divided by (Dr. GRPO).
     correction: weight for the mismatch between proximal policy and sampler, see `correction_weights`.
-    correction_low, correction_high: edges of its band; the upper one is also what weights are cut at.
-    dual_clip: ppo: bound on the loss of tokens with negative advantage, in units of |A|; 3 is usual, None is off.
-    tau_positive, tau_negative: sapo: steepness for positive advantages and for the others.
-    pull: dppo, ipo: weight of the squared log-ratio.
-    m2_threshold: m2po: largest second moment of the log-ratio.
+    correction_low, correction_high: edges of the band that it keeps to; truncation is at the upper one alone.
+    dual_clip: for ppo: bound on the loss of tokens with negative advantage, in units of |A|; 3 is usual, None is off.
+    tau_positive, tau_negative: for sapo: steepness of the gate for positive advantages and for the others.
+    pull: for dppo and ipo: weight of the squared log-ratio.
+    m2_threshold: for m2po: largest second moment of the log-ratio.
     """
 
     clip_low: Share = 0.2  # ratios go down to 1 - clip_low, and no ratio is negative
@@ -62,11 +63,11 @@ class LossOptions:
 
     @property
     def needs_proximal(self) -> bool:
-        """True where the trainer's own log-probs from the start of the step are wanted: weights, but not masks."""
+        """True if the correction needs the trainer's log-probs from the start of the step: weights do, masks do not."""
         return self.correction != "none" and not self.correction.endswith("mask")
 
     def aggregation_of(self, kind: Kind) -> Aggregation:
-        """The way in which an objective averages its tokens."""
+        """The way in which an objective averages its tokens: as stated, or the usual one."""
         return self.aggregation or ("sequence_mean_token_mean" if kind == "gspo" else "token_mean")
 
 
@@ -148,7 +149,8 @@ def policy_loss(
     """The loss to minimise as (sum, denominator, metrics); divide once, after adding up micro-batches.
 
     r = pi / pi_old, pi_old being `proximal_logprobs` where given and the sampler's log-probabilities otherwise.
-    `docs/losses.md` has the formulas, their sources and pictures of what each clip rule cuts away.
+    Metrics are sums over tokens, too, to be divided by their `tokens`. `docs/losses.md` has the formulas, their sources
+    and pictures of what each clip rule cuts away.
 
     Args:
         logprobs: of the sampled tokens under the policy being trained, at the sampling temperature.
@@ -196,7 +198,7 @@ def policy_loss(
 
 
 class Surrogate(NamedTuple):
-    """Loss of each token, and which tokens its clip rule holds back: most rules take their gradient."""
+    """Loss of each token, and the tokens that the clip rule acts on; under most rules these have no gradient."""
 
     loss: Float[Array, "*tokens"]
     clipped: Bool[Array, "*tokens"]
@@ -252,9 +254,10 @@ def _gspo(tokens: _Tokens, options: LossOptions) -> Surrogate:
     """
     sequences = _needed("gspo", tokens.sequences)
     mean = sequence_means(tokens.log_ratio, tokens.mask, sequences, tokens.sequence_count)
-    # The difference first, which is 0: added to one log-prob the mean would be rounded as that is, 1 % of its clip.
+    # The difference comes first: it is exactly 0, but has a gradient. If the mean were added to a log-prob first, it
+    # would be rounded as the log-prob is: by about 1 % of a clip bound as narrow as GSPO's (3e-4).
     at_token = jax.lax.stop_gradient(mean) + (tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs))
-    held = tokens._replace(log_ratio=jnp.minimum(at_token, 10.0))  # verl's bound; downwards exp needs none
+    held = tokens._replace(log_ratio=jnp.minimum(at_token, 10.0))  # verl's bound, above only: exp(-large) is just 0
     return _clipped(held, options.clip_low, options.clip_high)
 
 
@@ -333,9 +336,9 @@ _OBJECTIVES: Mapping[Kind, Callable[[_Tokens, LossOptions], Surrogate]] = {
 def _mismatch_weights(
     tokens: _Tokens, options: LossOptions, behaviour_logprobs: Float[Array, "*tokens"], *, is_decoupled: bool
 ) -> Float[Array, "*tokens"]:
-    """Weights for pi_old not being what sampled. With a proximal policy they weigh proximal / mu. Without one the ratio
-    makes up for it (`reinforce` and `cross_entropy` have none, and take it as it is): only masks are allowed, and only
-    say which tokens count, by pi / mu."""
+    """Weights for tokens that were sampled from mu instead of pi_old. With a proximal policy they follow from
+    proximal / mu. Without one, the objective's ratio pi / mu corrects for that already (`reinforce` and `cross_entropy`
+    have no ratio, and no correction): only masks are allowed, which keep or drop tokens by pi / mu."""
     if options.correction == "none":
         return jnp.ones_like(tokens.logprobs)
     if not is_decoupled and options.needs_proximal:
@@ -353,7 +356,7 @@ def _mismatch_weights(
         sequences=tokens.sequences,
         sequence_count=tokens.sequence_count,
     )
-    # token_mask weighs a kept token by its ratio, which the objective has already: only whether it is kept counts.
+    # token_mask weighs a kept token by its ratio, which is in the objective already: here it is kept or not.
     return weights if is_decoupled else (weights > 0).astype(weights.dtype)
 
 
@@ -401,7 +404,7 @@ def aggregate(
 def _sequence_ids(
     tokens: Float[Array, "*tokens"], sequences: Int[Array, "*tokens"] | None, count: int | None
 ) -> tuple[Int[Array, "*tokens"] | None, int]:
-    """Ids and their bound: rows of a two-dimensional batch where nothing else is said."""
+    """Sequence ids and a static bound on them; by default each row of a two-dimensional batch is a sequence."""
     if sequences is None and tokens.ndim == 2:
         return jnp.broadcast_to(jnp.arange(tokens.shape[0])[:, None], tokens.shape), tokens.shape[0]
     return sequences, tokens.size if count is None else count

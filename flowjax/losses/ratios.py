@@ -1,5 +1,5 @@
 """Functions of tokens' log-ratios: sums over masked tokens and sequences, KL estimates, the mismatch between sampler
-and trainer and weights for it, M2PO's clip bounds."""
+and trainer with weights that correct for it, M2PO's clip bounds."""
 
 from typing import Literal
 
@@ -23,13 +23,13 @@ Scalar = float | Float[Array, ""]
 LARGEST_LOG_RATIO = 20.0  # e^20 squared is still a float32; a ratio beyond it is noise, and must not become infinite
 LARGEST_KL = 10.0
 WIDEST_LOW, WIDEST_HIGH = 0.95, 20.0  # M2PO's bounds where nothing needs to be clipped
-_SLACK = 1e-5  # so that rounding never cuts the token that M2PO's bound was taken from
+_SLACK = 1e-5  # so that rounding never clips the token that M2PO's bound was taken from
 
 # ---------------------------------------------------------------------------------------------------------- reductions
 
 
 def masked_sum(values: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]) -> Float[Array, ""]:
-    """Sum over the tokens with `mask`; what stands elsewhere, NaN included, does not enter."""
+    """Sum over the tokens with `mask`; values elsewhere are ignored, NaN included."""
     return jnp.sum(jnp.where(mask, values, 0.0))
 
 
@@ -41,7 +41,7 @@ def masked_max(values: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]) ->
 def sequence_sums(
     values: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"], sequences: Int[Array, "*tokens"], count: int
 ) -> tuple[Float[Array, "sequences"], Float[Array, "sequences"]]:
-    """Sum of `values` and number of tokens of each sequence."""
+    """Sum of `values` and number of tokens of each sequence; zeros for ids without a token. `count` bounds the ids."""
     ids = sequences.reshape(-1)
     kept = jnp.where(mask, values, 0.0).reshape(-1)
     sums = jnp.zeros(count, values.dtype).at[ids].add(kept)
@@ -116,7 +116,7 @@ def mismatch_of_sequences(
 ) -> tuple[Float[Array, "sequences"], Float[Array, "sequences"]]:
     """k3 as in `mismatch_metrics`, but at most 10 a token, summed over each sequence; and its number of tokens.
 
-    The bound keeps one token that the engine sampled against all odds from speaking for thousands.
+    The bound keeps one very unlikely token from outweighing thousands of others.
     """
     return sequence_sums(kl_penalty(engine_logprobs, trainer_logprobs, "k3"), mask, sequences, count)
 
@@ -133,11 +133,11 @@ def correction_weights(
 ) -> Float[Array, "*tokens"]:
     """Weight of each token from its ratio w = pi_proximal / mu, without gradient.
 
-    In a run the masks are given no proximal policy, and w is pi / mu of the policy as it is being trained: they also
-    drop tokens that training itself has moved out of the band.
+    The trainer gives masks no proximal policy: w is then pi / mu with the policy that is being trained, so that masks
+    also drop tokens that training itself has moved out of the band.
 
     token_truncate           min(w, high): truncated importance sampling
-    token_clamp              w brought into [low, high]
+    token_clamp              w clipped to [low, high]
     token_mask               w inside [low, high], else 0 (IcePop)
     sequence_truncate        min(product of the sequence's w, high)
     sequence_mask            1 where the product lies in [low, high], else 0
@@ -161,7 +161,7 @@ def correction_weights(
     if correction == "sequence_outlier_mask":
         outside, _ = sequence_sums((~inside).astype(ratio.dtype), mask, sequences, sequence_count)
         return (outside == 0)[sequences].astype(ratio.dtype)
-    # Products of ratios as sums of their logarithms: a long sequence's product leaves float32 on the way.
+    # Products of ratios as sums of their logarithms: a long sequence's product would overflow or vanish on the way.
     log_product, length = sequence_sums(log_ratio, mask, sequences, sequence_count)
     if correction == "sequence_geometric_mask":
         log_product = log_product / jnp.maximum(length, 1)
@@ -191,7 +191,7 @@ def m2po_bounds(
     the trainer goes over the batch twice, forward for these bounds, then for the gradient with `ratio_bounds`.
 
     Args:
-        old_logprobs: what the ratio is taken against: the sampler's, or the proximal policy's.
+        old_logprobs: denominator of the ratio: the sampler's log-probabilities, or the proximal policy's.
     """
     log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs).reshape(-1)
     advantages, mask = advantages.reshape(-1), mask.reshape(-1)
