@@ -1,9 +1,9 @@
 """Credit: pure functions from a table of turns to one advantage per turn.
 
-What a command says about estimators before it needs JAX is kept here.
+This file imports no JAX: commands that only name or check estimators read it.
 """
 
-# Name -> where it is. One's own are named by such a path.
+# Name -> path of the function. Your own estimator is named by such a path in the config.
 ESTIMATORS = {
     "best_of_group": "flowjax.credit.estimators:best_of_group",
     "discounted_return": "flowjax.credit.estimators:discounted_return",
@@ -23,7 +23,7 @@ ESTIMATORS = {
     "rloo": "flowjax.credit.estimators:rloo",
 }
 
-PASS_AT_K = 4  # the k of `pass_at_k` where none is given
+PASS_AT_K = 4  # default k of `pass_at_k`
 
 # Estimators that compare the episodes of a group: with one episode each, this part of every advantage would be 0.
 GROUP_RELATIVE = {

@@ -1,7 +1,7 @@
-"""Estimators by name: the ones of this room, the published ones, and one's own by `package.module:function`.
+"""Estimators by name: those of this file, the published ones, and your own by `package.module:function`.
 
-Some compare whole episodes, some look forward from each turn, some look at the states that a group's episodes went
-through: RewardFlow, and GAE over their values.
+Some compare whole episodes, some look forward from each turn, and some use the states that a group's episodes went
+through: RewardFlow, and GAE with these states' values as its critic.
 """
 
 import functools
@@ -59,8 +59,8 @@ def get_estimator(name: str) -> Estimator:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse an unknown estimator, an unknown option, a value that the option does not take, or an estimator of one's
-    own that fails.
+    """Refuse an unknown estimator, an unknown option, a value that the option does not take, or a user's estimator that
+    fails on a small table.
 
     Raises:
         CreditError: with the field, the value and what to write instead.
@@ -105,8 +105,8 @@ def _check_tried(name: str, options: Mapping[str, Any]) -> None:
 
 
 def credit_parts(table: TurnTable, name: str, **options: Any) -> dict[str, Float[Array, "turns"]]:
-    """Parts of what `estimate` gives: those of the episode and of the step for an estimator that adds them up with a
-    `step_weight`, none for others."""
+    """The result of `estimate` in two parts, "episode" and "step", for estimators that add them with a `step_weight`;
+    {} for others."""
     if "step_weight" not in inspect.signature(get_estimator(name)).parameters:
         return {}
     episode = estimate(table, name, **{**options, "step_weight": 0.0})
@@ -120,7 +120,7 @@ def estimate(table: TurnTable, name: str, **options: Any) -> Float[Array, "turns
 
 # ------------------------------------------------------------------------------------------------------- whole episodes
 
-# They compare whole episodes: every turn of a trajectory gets the same advantage.
+# These compare whole episodes: every turn of a trajectory gets the same advantage.
 
 
 @partial(jax.jit, static_argnames=("norm",))
@@ -137,7 +137,10 @@ def grpo(table: TurnTable, *, norm: Norm = "mean_std") -> Float[Array, "turns"]:
 
 @jax.jit
 def dr_grpo(table: TurnTable) -> Float[Array, "turns"]:
-    """A = x - mean(group): GRPO without the deviation, which favours easy and hard tasks. arXiv 2503.20783."""
+    """A = x - mean(group): GRPO without the division by the deviation, which favours easy and hard tasks.
+
+    Dr. GRPO (arXiv 2503.20783).
+    """
     return grpo(table, norm="mean")
 
 
@@ -166,8 +169,8 @@ def reinforce_plus_plus_baseline(table: TurnTable) -> Float[Array, "turns"]:
 def maxrl(table: TurnTable) -> Float[Array, "turns"]:
     """A = (x - mean(group)) / mean(group): the gradient of the log of the success rate. MaxRL (arXiv 2602.02710).
 
-    Rare successes weigh more than under GRPO; zero where the mean is zero. The log is that of a rate, so that a group
-    with scores below zero (penalties) counts from the lowest of them: its mean would be near zero, or below it.
+    Rare successes weigh more than under GRPO; zero where the mean is zero. The mean stands for a success rate, so in a
+    group with scores below zero (penalties) it is counted from the lowest score: else it might be near or below zero.
     """
     members = first_rows(table)
     _, mean, _ = segment_statistics(table.score, table.group, episode_weights(table))
@@ -188,7 +191,7 @@ def pass_at_k(
     With N members of which F fail, R = 1 - C(F, k) / C(N, k) is the mean reward of all subsets of k and
     s = sqrt(R (1 - R)) its deviation; a success gets (1 - R) / s, a failure
     (1 - R - C(F - 1, k - 1) / C(N - 1, k - 1)) / s.
-    Zero in a group of k or fewer: it has one such subset, whose reward has no deviation. Success means a score above
+    Zero in a group of k or fewer: it has one such subset, so the reward has no deviation. Success means a score above
     `threshold`.
     """
     succeeded = table.score > threshold
@@ -212,7 +215,7 @@ def best_of_group(table: TurnTable, *, norm: Norm = "mean") -> Float[Array, "tur
     """
     members = first_rows(table)
     rows = table.score.shape[0]
-    scores = jnp.where(members, table.score, -jnp.inf)  # what is no member wins no maximum
+    scores = jnp.where(members, table.score, -jnp.inf)  # other rows never are the maximum
     best = jnp.full(rows, -jnp.inf).at[table.group].max(scores)[table.group]
     in_front = best - table.score <= ROUNDING * jnp.abs(best)
     leads = members & in_front
@@ -240,7 +243,7 @@ def _choose_ratio(
 
 # -------------------------------------------------------------------------------------------------------------- returns
 
-# They look forward from each turn: discounted returns, REINFORCE++, GiGPO.
+# These look forward from each turn: discounted returns, REINFORCE++, GiGPO.
 
 Rewards = Literal["score", "reward"]
 
@@ -290,7 +293,7 @@ def gigpo(
         table: the turns.
         gamma: discount per turn.
         step_weight: w.
-        invalid_penalty: taken from the return of a turn whose reply could not be read, from no other.
+        invalid_penalty: subtracted from the return of a turn whose reply could not be read, and from no other turn's.
         rewards: the environment's rewards, or the score at the last turn.
         norm: of both parts.
     """
@@ -331,19 +334,19 @@ def rewardflow(
 ) -> Float[Array, "turns"]:
     """A = A_episode + w A_step, A_step from the values of the states of the merged graph. After arXiv 2603.18859.
 
-    A turn s -> s' earns d = r + gamma V(s') - V(s), V the policy's own value of a state (`state_values`), over the
-    deviation of d within the group. In every state the mean of d is zero. With `rewards="score"` a turn that changes
-    nothing and is not its episode's last earns -(1 - gamma) V(s), never more than zero; with `rewards="reward"` it
-    earns r - (1 - gamma) V(s), more than zero where what lies ahead costs more than to stand still.
-    `flowjax.published.credit` has the published form, in which V is the best that any sibling reached;
-    `docs/credit/rewardflow.md` says why not here.
+    A_step of a turn s -> s' is d = r + gamma V(s') - V(s), V the policy's own value of a state (`state_values`), over
+    the deviation of d within the group. In every state the mean of d is zero. With `rewards="score"`, d of a turn that
+    changes nothing and is not its episode's last is -(1 - gamma) V(s), never above zero; with `rewards="reward"` it is
+    r - (1 - gamma) V(s), above zero where going on costs more than standing still.
+    `flowjax.published.credit` has the published form, in which V is the best reward that any sibling reached;
+    `docs/credit/rewardflow.md` says why it is not used here.
 
     Args:
         table: the turns.
         gamma: discount per turn.
         step_weight: w.
         rewards: the trajectory's score at its last turn, or the environment's reward of every turn.
-        invalid_penalty: taken from d of a turn whose reply could not be read.
+        invalid_penalty: subtracted from d of a turn whose reply could not be read.
         episode_norm: scale of the episode part.
         step_norm: scale of the step part; the mean of d is zero as it is.
     """
@@ -372,20 +375,21 @@ def _differences(table: TurnTable, found: StateValues, gamma: Discount) -> Float
 def state_values(table: TurnTable, *, gamma: Discount = 0.9, rewards: Rewards = "score") -> StateValues:
     """Expected discounted return of the policy from each state, estimated from all turns of the group at once.
 
-    V(s) = mean over the group's turns from s of r + gamma V(s'): the exact value of the process whose transitions are
-    the ones that were observed (the batch TD(0) solution: Sutton & Barto 2018, section 6.3). s' is where the *same
-    policy* acts next, so that other agents' turns are part of its world. An episode that the turn limit cuts has an end
-    like any other.
+    V(s) = mean over the group's turns from s of r + gamma V(s'): the exact values of the Markov process whose
+    transitions are the observed ones (the batch TD(0) solution: Sutton & Barto 2018, section 6.3). s' is the state in
+    which the *same policy* acts next, so that other agents' turns are part of its environment. An episode cut at the
+    turn limit ends like any other.
 
-    Scores are counted from the lowest of the group where that is negative: otherwise discounting would make it pay to
-    put a bad end off.
+    Scores are counted from the lowest of the group where that is negative: otherwise, with a discount, it would pay to
+    delay a bad end.
     """
     earned = turn_rewards(table, rewards)
     last = is_last_turn(table)
     if rewards == "score":
         lowest = jnp.zeros_like(earned).at[table.group].min(jnp.where(table.mask, table.score, 0.0))[table.group]
         above = earned - lowest
-        # Rounding above the lowest is no lead: over its own deviation it would be as large as a success.
+        # A score that is above the lowest by rounding alone is no better: divided by a deviation that is rounding, too,
+        # it would look like a success.
         earned = jnp.where(table.mask & last & (above > ROUNDING * _highest(table, table.score)), above, 0.0)
     state = state_visits(table)
     visits = segment_total(table.mask.astype(earned.dtype), state)
@@ -397,9 +401,9 @@ def state_values(table: TurnTable, *, gamma: Discount = 0.9, rewards: Rewards = 
         returns = jnp.where(table.mask, earned + gamma * after(values), 0.0)
         return segment_total(returns, state) / jnp.maximum(visits, 1)
 
-    # Every observed way leads to an end, so this converges for gamma = 1 too. What another episode earned n turns later
-    # takes n sweeps to arrive, so the bound grows with the table: it only guards against rounding that goes back and
-    # forth, and against long walks without a discount whose every way back has an even length: values swing there.
+    # Every observed path leads to an end, so this converges for gamma = 1 too. What another episode earns n turns on
+    # takes n sweeps to arrive, so the bound grows with the table. It only guards against rounding that goes back and
+    # forth, and against long undiscounted walks in which every cycle has an even length: values oscillate there.
     bound = 10 * earned.shape[0] + 1000
 
     def changing(carry: tuple[Float[Array, "turns"], Float[Array, "turns"], Int[Array, ""]]) -> Bool[Array, ""]:
@@ -407,8 +411,8 @@ def state_values(table: TurnTable, *, gamma: Discount = 0.9, rewards: Rewards = 
         moved = jnp.abs(values - previous) > _TOLERANCE * _highest(table, values)
         return jnp.any(moved & table.mask) & (sweeps < bound)
 
-    # From the mean return of each state, which is its value already where all ways earn the same. Sweeps from zero end
-    # just short of that in states with many loops, and what is left would be credit where there is none.
+    # Start from each state's mean return, which is its value already where all paths earn the same. Sweeps from zero
+    # would stop just short of it in states with many loops, and the rest would be credit where none is due.
     returns = discounted_sums(earned, table.successor, gamma)
     start = segment_total(jnp.where(table.mask, returns, 0.0), state) / jnp.maximum(visits, 1)
     carry = (sweep(start), start, jnp.asarray(1))
@@ -428,7 +432,8 @@ def gae(
 ) -> Float[Array, "turns"]:
     """A_t = d_t + gamma trace A_{t+1} across turns, the state graph as critic. GAE (arXiv 1506.02438), eq. 16.
 
-    d is `step_credit`. trace = 0 gives d itself, trace = 1 the turn's discounted return less its state's value.
+    d is `step_credit`, and trace is GAE's lambda: 0 gives d itself, 1 the turn's discounted return less its state's
+    value.
     `whitened` brings the result to zero mean and unit variance over the table.
     """
     errors = step_credit(table, gamma=gamma, rewards=rewards)

@@ -1,5 +1,5 @@
-"""The table of turns that every estimator reads: how it is made from groups of trajectories, and the statistics by
-segment and sums along trajectories that estimators are made of."""
+"""The table of turns that every estimator reads: how it is made from groups of trajectories, and the building blocks of
+estimators, statistics by segment and sums along trajectories."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int, Real
 from flowjax.fields import Interval
 from flowjax.records import COUNTED_STATUSES, Group
 
-# Rows of a padded table. Every size is compiled anew, once for each estimator, so there are few: each four times the
-# one before.
+# Rows of a padded table. Every estimator is compiled once for each size, so there are few: each four times the one
+# before.
 SMALLEST_TABLE, TABLE_GROWTH = 256, 4
 
 
@@ -40,8 +40,8 @@ class TurnTable:
     trajectory: Int[Array, "turns"]
     step: Int[Array, "turns"]  # position of the turn in its trajectory
     successor: Int[Array, "turns"]  # row of the trajectory's next turn; the row itself when it is the last
-    state: Int[Array, "turns"]
-    next_state: Int[Array, "turns"]
+    state: Int[Array, "turns"]  # that the turn started in
+    next_state: Int[Array, "turns"]  # that the turn led to
     reward: Float[Array, "turns"]  # the environment's reward for this turn
     score: Float[Array, "turns"]
     valid: Bool[Array, "turns"]  # the reply could be read as an action
@@ -76,7 +76,8 @@ def build_table(
         pad_to: number of rows of the result.
 
     Raises:
-        TableError: something cannot be right; the message names the column and the row.
+        TableError: a group without trajectories, a trajectory that is there twice or counts without turns, no turns at
+            all, a wrong number of scores, or what `table_from_columns` refuses.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     for index, group in enumerate(groups):
@@ -99,7 +100,7 @@ def build_table(
             f"column score has shape {np.shape(scores)}, there are {len(trajectories)} trajectories: give one for each"
         )
 
-    # From here on one entry per turn. `owner` is its trajectory.
+    # From here on one entry per turn. `owner` is the index of its trajectory.
     owner = np.repeat(np.arange(len(trajectories)), lengths)
     group = np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups])[owner]
     counted = np.fromiter((t.status in COUNTED_STATUSES for t in trajectories), bool, len(trajectories))[owner]
@@ -186,7 +187,7 @@ def _keys(keys: Sequence[int], column: str) -> np.ndarray:
 
 def _state_ids(group: Int[np.ndarray, "keys"], keys: np.ndarray) -> Int[np.ndarray, "keys"]:
     """Dense ids, equal where both the group and the key are equal."""
-    # Keys first become small numbers: 64 bits leave no room for the group beside them.
+    # Keys become dense numbers first: 64-bit keys leave no bits for the group in one integer.
     distinct, key_ids = np.unique(keys, return_inverse=True)
     return _dense(group * len(distinct) + key_ids)
 
@@ -223,6 +224,7 @@ def _check_agree(columns: Mapping[str, np.ndarray], segment: str, names: Sequenc
 
 
 def _successors(trajectory: Int[np.ndarray, "turns"], step: Int[np.ndarray, "turns"]) -> Int[np.ndarray, "turns"]:
+    """Row of each turn's next turn in its trajectory, its own row for the last; rows may be in any order."""
     order = np.lexsort((step, trajectory))  # by trajectory, then by step: the last key leads
     ordered = trajectory[order]
     follows = ordered[1:] == ordered[:-1]
@@ -238,7 +240,7 @@ def _successors(trajectory: Int[np.ndarray, "turns"], step: Int[np.ndarray, "tur
 # ---------------------------------------------------------------------------------------------- statistics over a table
 
 Norm = Literal["mean", "mean_std", "none"]
-# Options of estimators are traced, so that another value needs no other program.
+# Options of estimators are traced arguments, not static ones: another value needs no other program.
 Number = float | Real[Array, ""]
 Discount = Annotated[Number, Interval(at_least=0, at_most=1)]
 Weight = Annotated[Number, Interval(at_least=0)]
@@ -248,7 +250,7 @@ ROUNDING = 2e-6  # share of the largest by which equal scores may differ: 0.1 * 
 
 
 def are_equal(scores: Float[np.ndarray, "scores"]) -> bool:
-    """True of scores, one or more, that differ by rounding alone, as `segment_statistics` takes them."""
+    """True if scores, one or more, differ by rounding alone, by the rule of `segment_statistics`."""
     return bool(np.ptp(scores) <= ROUNDING * np.abs(scores).max())
 
 
@@ -280,11 +282,12 @@ def segment_statistics(
     lowest = unbounded.at[segment].min(jnp.where(weight, values, jnp.inf))[segment]
     highest = (-unbounded).at[segment].max(jnp.where(weight, values, -jnp.inf))[segment]
     lowest, highest = (jnp.where(count > 0, bound, 0.0) for bound in (lowest, highest))
+    # Summed from the lowest value on: float32 would lose small differences in a sum of large values.
     mean = lowest + segment_total(counted * (values - lowest), segment, segments) / jnp.maximum(count, 1)
-    # Over a deviation that is rounding alone, rounding would be an advantage as large as any.
+    # Otherwise values that differ by rounding, divided by a deviation that is rounding, too, would be large advantages.
     equal = highest - lowest <= ROUNDING * jnp.maximum(jnp.abs(lowest), jnp.abs(highest))
     mean = jnp.where(equal & (lowest <= values) & (values <= highest), values, mean)
-    # From the deviations, not as E[x^2] - E[x]^2: in float32 that difference of large numbers may be below zero.
+    # From differences to the mean, not as E[x^2] - E[x]^2: in float32 that difference of large numbers may be negative.
     squares = segment_total(counted * jnp.square(values - mean), segment, segments)
     return count, mean, jnp.sqrt(squares / jnp.maximum(count - 1, 1))
 
@@ -295,7 +298,8 @@ def is_last_turn(table: TurnTable) -> Bool[Array, "turns"]:
 
 
 def state_visits(table: TurnTable) -> Int[Array, "turns"]:
-    """Segment of each turn: the same for turns of one group that started in the same state. Ids are below the rows.
+    """Segment of each turn: the same for turns of one group that started in the same state. Ids are below the number of
+    rows.
 
     The group is part of the segment, so that this holds also in a table whose maker numbered the states of several
     groups together.
@@ -315,8 +319,8 @@ def first_rows(table: TurnTable) -> Bool[Array, "turns"]:
 
 
 def episode_weights(table: TurnTable) -> Float[Array, "turns"]:
-    """One for each episode, in equal shares on the first rows of its counted trajectories: statistics with these weigh
-    an episode once, however many parts it has."""
+    """A weight of one for each episode, in equal shares on the first rows of its counted trajectories: with these, an
+    episode counts once in statistics, however many parts it has."""
     members = first_rows(table).astype(table.score.dtype)
     return members / jnp.maximum(segment_total(members, table.episode), 1)
 
@@ -348,7 +352,7 @@ def discounted_sums(
     is_last = successor == jnp.arange(successor.shape[0])
     decay = jnp.where(is_last, 0.0, jnp.asarray(gamma, values.dtype))
 
-    # The last turn points to itself with factor 0, a fixed point: rows that are done add nothing in later rounds.
+    # The last turn points to itself with factor 0, a fixed point: rows that are complete add nothing in later rounds.
     def unfinished(carry: tuple[Array, Array, Array, Array]) -> Bool[Array, ""]:
         _, _, pointer, previous = carry
         return jnp.any(pointer != previous)
