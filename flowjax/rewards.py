@@ -1,6 +1,6 @@
 """Rewards: from the outcomes of episodes to one score per trajectory.
 
-Outcomes are gathered on the host, and one jitted function makes the components of them, each a pure function of outcome
+Outcomes are gathered on the host, and one jitted function computes the components, each a pure function of outcome
 arrays. A score is their weighted sum. A component's positional arguments are named after the outcomes that it reads;
 keyword-only arguments are its options.
 """
@@ -20,8 +20,8 @@ from flowjax.fields import Interval, declared_types, load_named, nearest, option
 from flowjax.records import COUNTED_STATUSES, Group, Trajectory, Turn
 
 Component = Callable[..., Float[Array, "trajectories"]]
-_CANCELLED = 2e-6  # share of the components' sizes below which a sum is float32's rounding
-# Component name -> weight, or a map of `weight`, the component's options and, for one of one's own, `path`.
+_CANCELLED = 2e-6  # share of the components' summed sizes below which their sum is float32's rounding alone
+# Component name -> weight, or a map of `weight`, the component's options and, for your own component, its `path`.
 Components = Mapping[str, Any]
 
 COMPONENTS = {
@@ -64,8 +64,8 @@ class _Part:
 def trajectory_scores(
     groups: Sequence[Group], components: Components
 ) -> tuple[Float[np.ndarray, "trajectories"], dict[str, Float[np.ndarray, "trajectories"]]]:
-    """Score of each trajectory in order, and what each component gave before weighting; both are zero for those that
-    failed for reasons outside the policy, which take part in no component.
+    """Score of each trajectory in order, and each component's values before weighting; both are zero for trajectories
+    that failed for reasons outside the policy, which no component sees.
 
     Raises:
         RewardError: a component does not exist or gives no finite number, or an episode that counts does not report
@@ -79,8 +79,8 @@ def trajectory_scores(
     functions = tuple((name, part.function, tuple(part.outcomes)) for name, part in parts.items())
     values = _values(functions, outcomes, {name: part.options for name, part in parts.items()})
     _check_finite(values, kept)
-    # In float64, and what is left where components cancel is none: estimators take scores for equal that differ by a
-    # share of themselves, so that rounding next to 0 would be the difference between a good and a bad trajectory.
+    # In float64, and a rest that is rounding alone, where components cancel, is set to 0. Estimators treat scores as
+    # equal that differ by a tiny share of their size: near 0 even rounding is more, and would pass for a difference.
     weighted = [part.weight * np.asarray(values[name], np.float64) for name, part in parts.items()]
     total, size = np.sum(weighted, axis=0), np.sum(np.abs(weighted), axis=0)
     total = np.where(np.abs(total) > _CANCELLED * size, total, 0.0)
@@ -93,7 +93,7 @@ def trajectory_scores(
     return of_all(total), {name: of_all(value) for name, value in values.items()}
 
 
-# Read off the turns when a world does not report them itself.
+# Outcomes that are computed from the turns where a world does not report them itself.
 _DERIVED: dict[str, Callable[[Sequence[Turn]], float]] = {
     "turns": len,
     "invalid_actions": lambda turns: sum(not turn.valid for turn in turns),
@@ -138,7 +138,7 @@ def _check_finite(values: Mapping[str, Array], trajectories: Sequence[Trajectory
                 )
 
 
-# Options are traced: policies that differ in them alone share one compiled program.
+# Options are traced, so that policies that differ in their values alone share one compiled program.
 @functools.partial(jax.jit, static_argnums=0)
 def _values(
     functions: tuple[tuple[str, Component, tuple[str, ...]], ...],
@@ -153,7 +153,7 @@ def _values(
 
 
 def required_outcomes(components: Components) -> tuple[str, ...]:
-    """Outcomes that a world must report for this reward. Those read off the turns of any episode are not among them.
+    """Outcomes that a world must report for this reward, without those that are computed from the turns (`_DERIVED`).
 
     Raises:
         RewardError: a component or one of its options does not exist.
@@ -189,7 +189,7 @@ def _check_traced(name: str, part: _Part) -> None:
     try:
         found = _values.eval_shape(functions, arrays, {name: part.options})
         why = "" if found[name].shape == trajectories.shape else f"gives {found[name].shape} for 3 trajectories"
-    except Exception as error:  # a component of one's own may fail in any way
+    except Exception as error:  # a user's component may fail in any way
         why = f"fails when JAX traces it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if why:
         raise RewardError(
@@ -287,9 +287,9 @@ def verdict(
 ) -> Outcome:
     """A verifier's reward: 1 when its verdict agrees with the truth, else 1 - w.
 
-    w is 1, or with `balanced` min(most_weight, 1/2 / share of answers that are as right or wrong as this one), shares
-    being those of the trajectories that are scored together. While no w is bounded, the mean is the balanced accuracy:
-    approving every answer pays no more than guessing, however many of them are right.
+    w is 1, or with `balanced` min(most_weight, 1/2 / share), the share of answers that are right (or wrong) as this one
+    is, among the trajectories scored together. While no w is bounded, the mean is the balanced accuracy: approving
+    every answer pays no more than guessing, however many of them are right.
     """
     right = answer_right > 0.5
     share = jnp.where(right, right.mean(), 1.0 - right.mean())  # never 0: the trajectory itself is in it
