@@ -3,8 +3,8 @@ structure score with the reward made of it (`published_canvas` in config.reward.
 
 `config.env.name`: "flowjax.published.canvas:PublishedCanvas". All else is as in the world itself.
 
-The score is read off the workflow's text: operators that are mentioned count, whether they ran or not, and the pattern
-for loops (`x3`) never meets the text, which says `* 3`.
+The score is computed from the workflow's text: operators that are mentioned count, whether they ran or not, and the
+pattern for loops (`x3`) never matches the text, which says `* 3`.
 """
 
 import dataclasses
@@ -68,15 +68,15 @@ _MENTION = re.compile(r"\b(" + "|".join(OPERATORS) + r")\b")
 
 @dataclass(frozen=True, slots=True)
 class PublishedCanvasOptions(CanvasOptions):
-    """Those of the canvas, and two of its own."""
+    """Options of the canvas, and two more."""
 
     lenient: bool = True  # mend actions that are nearly right, and count them
-    hints: bool = True  # tell the next operator after each run
+    hints: bool = True  # name the next operator to add after each run
 
 
 @dataclass(frozen=True, slots=True)
 class HintedView(CanvasView):
-    """An observation of the canvas, and what to do next; "" where nothing is said."""
+    """An observation of the canvas, with a hint on what to do next; "" if there is none."""
 
     hint: str = ""
 
@@ -117,7 +117,7 @@ class PublishedCanvasEnv(CanvasEnv):
 
 
 class PublishedCanvas(Canvas):
-    """The canvas in FlowSteer: mends actions, says what to do next, and scores what stands in the workflow's text."""
+    """The canvas in FlowSteer: mends actions, hints at the next one, and scores the workflow's text."""
 
     OUTCOMES = (
         *Canvas.OUTCOMES,
@@ -226,13 +226,13 @@ _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN_ID = re.compile(r"\b(n[0-9]{1,9})(\.(?:condition|true|false))?\b")
 _NUMBER = re.compile(r"(?:(?<!\w)-)?[0-9]{1,9}")
 _QUOTES = "`'\"*. \t\r\n"
-_MAX_CORRECTED_NAMES = 200  # comparing names is the slow part; nobody means that many operators
+_MAX_CORRECTED_NAMES = 200  # in one reply: comparing names is slow, and no sensible reply has as many
 
 
 def parse_leniently(text: str, operators: Collection[str]) -> Action | Unreadable:
-    """The action of a response as `flowjax.canvas.actions.parse` reads it, or else what is probably meant.
+    """The action of a response as `flowjax.canvas.actions.parse` reads it, or else the action that is probably meant.
 
-    Names are put right to those of `operators`; what had to be mended is in the action's `repairs`.
+    Names are corrected to the nearest of `operators`; the action's `repairs` list what had to be mended.
     """
     action = actions.parse(text)
     if not (isinstance(action, Unreadable) or _needs_repair(action, operators)):
@@ -256,7 +256,7 @@ def _needs_repair(action: Action, operators: Collection[str]) -> bool:
 
 
 class _Repair:
-    """Meaning of a response that breaks the grammar, as it is most likely, and which repairs that took.
+    """The likeliest meaning of a response that breaks the grammar, and the repairs that it took.
 
     unclosed_thinking  `<think>` without an end           several_actions  only the first was taken
     code_fence         ``` around the action              extra_text       text between or after the tags
@@ -332,7 +332,7 @@ class _Repair:
         return elements
 
     def from_elements(self, elements: list[tuple[str, str]]) -> Action:
-        values = dict(reversed(elements))  # of a repeated tag the first
+        values = dict(reversed(elements))  # reversed, so that the first of a repeated tag stays
         said = [value for tag, value in elements if tag == "prompt"]  # one for each operator
         if len(elements) - len(said) > len(values) - ("prompt" in values):
             self.note("repeated_tag")

@@ -29,9 +29,9 @@ from flowjax.credit.table import (
 def grpo(table: TurnTable, *, norm: Norm = "mean_std", invalid_penalty: Weight = 0.1) -> Float[Array, "turns"]:
     """A = (x - mean) / (std + 1e-6), x the episode's return less the penalty of the turn.
 
-    Mean and deviation are over turns, so that long episodes weigh more. In a group of equal outcomes the penalty is all
-    that differs, and is scaled up to 1. A group of one turn keeps its x: 0 is taken for its mean and 1 for its
-    deviation.
+    Mean and deviation are over turns, so that long episodes weigh more. In a group of equal outcomes only the penalty
+    differs, and the division scales it up to the size of any other advantage. A group of one turn keeps its x: its mean
+    is taken as 0 and its deviation as 1.
     """
     returns = _penalised(table, invalid_penalty)
     count, mean, deviation = segment_statistics(returns, table.group, table.mask)
@@ -44,7 +44,7 @@ def grpo(table: TurnTable, *, norm: Norm = "mean_std", invalid_penalty: Weight =
 def rloo(table: TurnTable, *, invalid_penalty: Weight = 0.1) -> Float[Array, "turns"]:
     """A = n / (n - 1) (x - mean), n the turns of the group and x as in `grpo`; a group of one turn keeps its x.
 
-    The others that a turn is compared with are mostly turns of its own episode, which share its return.
+    So the baseline of a turn holds the other turns of its own episode, which have the same return.
     """
     returns = _penalised(table, invalid_penalty)
     count, mean, _ = segment_statistics(returns, table.group, table.mask)
@@ -84,7 +84,7 @@ def gigpo(
 
 # arXiv 2603.18859
 
-SWEEPS = 1000  # of the propagation; a way to success that is longer than this has value zero
+SWEEPS = 1000  # of the propagation; where success is more turns away than this, the value is zero
 
 
 class PublishedValues(NamedTuple):
@@ -105,13 +105,13 @@ def rewardflow(
 ) -> Float[Array, "turns"]:
     """A = (x - mean) + w (d - mean of d over the turns that started in the same state), d = V(s') - V(s).
 
-    V(s) = max over s' of gamma^distance * reward(s'): the best that any sibling reached, so that in a state that others
-    left for where nobody succeeded, doing nothing has a positive step part. The episode part is `grpo` above
-    without the deviation. Takes the whole table for one rollout that ended with its longest episode.
+    V(s) = max over s' of gamma^distance * reward(s'), the best that any sibling reached. So where other turns from a
+    state led to states from which nobody succeeded, a turn that stays gets a positive step part. The episode part is
+    `grpo` above without the deviation. The whole table is taken for one rollout that ended with its longest episode.
     `edge_direction="bidirectional"` is how edges may have been walked when the paper's numbers were made.
     """
     found = published_values(table, gamma=gamma, edge_direction=edge_direction)
-    # The last move of the longest episodes is not in the graph: it keeps the environment's own reward.
+    # The last move of the longest episodes is not in the graph: its step part is the environment's reward.
     credit = jnp.where(_latest(table), table.reward, found.after - found.before)
     penalty = invalid_penalty * ~table.valid
     credit = jnp.where(table.mask, credit - penalty, 0.0)
@@ -127,10 +127,11 @@ def published_values(
     gamma: Discount = 0.9,
     edge_direction: Literal["forward", "bidirectional"] = "forward",
 ) -> PublishedValues:
-    """Values after `SWEEPS` rounds of V <- max(V, gamma V(successors)), from the reward each node was first seen with.
+    """Values after at most `SWEEPS` rounds of V <- max(V, gamma V(successors)), each node starting from the reward that
+    it was first seen with.
 
-    Values are looked up by the state that a turn names, not by the node that the turn before it led to: where keys
-    disagree, as the published WebShop's do, a click on an option seems to lead nowhere.
+    Values are looked up by the state that a turn started in, not by the node that the turn before led to. Where the two
+    keys disagree, as in the published WebShop, a click on an option seems to lead nowhere.
     """
     source, target = _node_before(table), table.next_state
     kept = table.mask & ~_latest(table) & (source != target)
@@ -161,6 +162,7 @@ def _first_seen(
     numbers = jnp.arange(rows)
     predecessor, has_predecessor = _predecessors(table)
     arrived = jnp.where(has_predecessor, table.reward[predecessor], 0.0)
+    # In the list of nodes, turn i's source is number 2 i and its target 2 i + 1.
     seen = jnp.stack([arrived, table.reward], axis=1).reshape(-1)
     first = jnp.full(2 * rows, never)
     first = first.at[source].min(jnp.where(kept, 2 * numbers, never))
@@ -177,12 +179,12 @@ def _latest(table: TurnTable) -> Bool[Array, "turns"]:
 def _predecessors(table: TurnTable) -> tuple[Int[Array, "turns"], Bool[Array, "turns"]]:
     """Row of each turn's predecessor in its trajectory (the row itself for the first), and where there is one."""
     numbers = jnp.arange(table.successor.shape[0], dtype=table.successor.dtype)
-    where = jnp.where(is_last_turn(table), numbers.shape[0], table.successor)
+    where = jnp.where(is_last_turn(table), numbers.shape[0], table.successor)  # last turns: out of bounds, dropped
     predecessor = numbers.at[where].set(numbers, mode="drop")
     return predecessor, predecessor != numbers
 
 
 def _node_before(table: TurnTable) -> Int[Array, "turns"]:
-    """The node that a turn left, as the turn before it named it."""
+    """The node that a turn started from: the one that the turn before named as reached, for the first its own state."""
     predecessor, has_predecessor = _predecessors(table)
     return jnp.where(has_predecessor, table.next_state[predecessor], table.state)

@@ -37,7 +37,7 @@ class _Published(World):
 
 class PublishedSokoban(_Published, Sokoban):
     """Sokoban in RewardFlow: runs the first of up, down, left, right, still that occurs anywhere between the first
-    `<action>` and the first `</action>`, be it inside another word. Who stays still makes a valid move of no effect."""
+    `<action>` and the first `</action>`, even inside another word. `still` is a valid move without effect."""
 
     Original = Sokoban
 
@@ -49,7 +49,7 @@ class PublishedSokoban(_Published, Sokoban):
         return None if inside is None else next((name for name in (*DIRECTIONS, _STILL) if name in inside), None)
 
     def well_formed(self, reply: str) -> bool:
-        """Only beside a `<think>` pair, which RewardFlow looks for as written."""
+        """True if the reply has both `<think>` and `</think>`, in these very letters, as RewardFlow asks."""
         return "<think>" in reply and "</think>" in reply
 
 
@@ -62,11 +62,11 @@ class _SokobanWithStill(SokobanEnv):
 
 
 class PublishedAlfworld(_Published, Alfworld):
-    """ALFWorld in RewardFlow: sends its engine what stands between the first tags, legal or not, or the last 30
-    characters of a reply without tags.
+    """ALFWorld in RewardFlow: sends its engine the text between the first tags, legal or not, or the last 30 characters
+    of a reply without tags.
 
-    That system then calls invalid what lacks <think> tags or has Chinese characters, and nothing else; here it is the
-    environment that says what is valid: what is legal.
+    That system calls a reply invalid only if it lacks <think> tags or has Chinese characters. Here the environment
+    decides: legal actions are valid.
     """
 
     Original = Alfworld
@@ -77,8 +77,8 @@ class PublishedAlfworld(_Published, Alfworld):
 
 
 class PublishedWebShop(_Published, WebShop):
-    """WebShop in RewardFlow: runs what stands between the first tags, whatever it is; without both, the last 20
-    characters. The environment says whether that is possible on the page."""
+    """WebShop in RewardFlow: runs the text between the first tags, whatever it is, or the last 20 characters of a reply
+    that lacks one of the tags. The environment says whether that is possible on the page."""
 
     Original = WebShop
 
@@ -88,7 +88,7 @@ class PublishedWebShop(_Published, WebShop):
 
 
 class PublishedSearch(_Published, Search):
-    """Search in RewardFlow and ASearcher, by `Options.protocol`: runs one action of a reply with several."""
+    """Search in RewardFlow or ASearcher, as `Options.protocol` says: runs one action of a reply that has several."""
 
     Original = Search
 
@@ -97,8 +97,8 @@ class PublishedSearch(_Published, Search):
 
 
 class PublishedCode(_Published, Code):
-    """Code in AstraFlow: a block of under 20 characters is none, and any reply that has the look of Python is a
-    program."""
+    """Code in AstraFlow: ignores blocks of under 20 characters. A reply without a longer one is a program as a whole if
+    it has one of the words def, import, print, return."""
 
     Original = Code
 
