@@ -1,9 +1,9 @@
 """Attention within the segments of packed rows: masks, and grouped-query attention in four forms.
 
 XLA's plain attention runs everywhere. Flash attention (`flash.py`) and cuDNN's, for NVIDIA GPUs, and splash attention,
-for TPUs, are fused, and leave a row's segments apart without a [tokens, tokens] mask in memory. How they are called and
-what they compute is checked without such a device (tests/models). On an H200 the first three are near float32 to what
-bfloat16 allows (docs/benchmarks/accelerators.md); no TPU has run the fourth.
+for TPUs, are fused, and keep a row's segments apart without a [tokens, tokens] mask in memory. tests/models check the
+calls and the results without such a device. On an H200 the first three are as near to float32 as bfloat16 allows
+(docs/benchmarks/accelerators.md); no TPU has run the fourth.
 """
 
 import functools
@@ -27,11 +27,10 @@ SPLASH_BLOCK_TOKENS = 512
 LANES = 128  # splash attention's rows are multiples of it
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 BLOCK_TOKENS = 1024  # queries whose scores exist at once, at most
-BLOCKS = (
-    8  # that a row is cut into, each with the keys up to its own end: of eight, little more than half of all scores
-)
-SMALL_BLOCK_TOKENS = {"cpu": 64}  # smaller ones do not pay; by platform, its caches being small
-MASKED = -1e30  # finite, so that a row that sees nothing gives a mean and not NaN
+# Blocks of queries in a row, each of which takes the keys up to its own end: with 8, 36 of 64 blocks of scores.
+BLOCKS = 8
+SMALL_BLOCK_TOKENS = {"cpu": 64}  # least block by platform: a CPU's caches are small, but below this nothing is gained
+MASKED = -1e30  # finite, so that a query that sees no key gets a mean of the values and not NaN
 
 
 # ------------------------------------------------------------------------------------------------ XLA's plain attention
@@ -46,7 +45,7 @@ def segment_mask(
 ) -> Bool[Array, "rows queries keys"]:
     """[row, query, key] True where the query sees the key: same segment, not padding (0), not later, in the window.
 
-    Keys are the queries' own tokens unless given. Positions grow within a segment.
+    Keys are the queries' own tokens unless given. Positions are within a segment, and grow in it.
     """
     key_segments = segments if key_segments is None else key_segments
     key_positions = positions if key_positions is None else key_positions
@@ -72,9 +71,9 @@ def attend(
     """softmax(scale q k) v with float32 scores; heads share keys in groups, never repeated in memory (GQA).
 
     With `soft_cap` scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118). `scale` is 1 / sqrt(dim) unless
-    stated. Queries go block after block of `block_tokens`, whose scores the backward pass finds again, so that memory
-    grows with keys * block_tokens and not with keys * queries. As many keys as queries are taken for the queries' own
-    tokens: none then sees a key that stands after it in the row, and blocks leave out the keys after their end.
+    stated. Queries are processed in blocks of `block_tokens`, whose scores the backward pass computes again, so that
+    memory grows with keys * block_tokens and not with keys * queries. If there are as many keys as queries, they are
+    taken for the queries' own tokens: no query sees a key later in the row, and a block skips the keys after its end.
     """
     rows, tokens, heads, dim = query.shape
     kv_heads = key.shape[2]
@@ -91,7 +90,7 @@ def attend(
 
 
 class _Blockwise(NamedTuple):
-    """The constants of a call that goes through its queries block after block."""
+    """The constants of a call that processes its queries block by block."""
 
     block_tokens: int
     is_self: bool
@@ -102,9 +101,10 @@ class _Blockwise(NamedTuple):
         return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
     def each(self, block: Callable, places: Places, by_query: tuple, sums: tuple) -> tuple[tuple, tuple]:
-        """`block(keys, seen, *by_query)` for block after block of the queries (axis 3), each with the first `keys`.
+        """Call `block(keys, seen, *by_query)` for each block of queries (axis 3): it uses the first `keys` keys, and
+        `seen` is its mask.
 
-        Gives what it gives for queries, one after the other, and what it gives for keys (axis 2), added to `sums`.
+        Returns its results for queries, concatenated, and its results for keys (axis 2), added to `sums`.
         """
         tokens, keys = by_query[0].shape[3], places.key_segments.shape[1]
         size = min(self.block_tokens, tokens)
@@ -118,7 +118,8 @@ class _Blockwise(NamedTuple):
             return tuple(map(_add_first, sums, per_key)), per_query
 
         starts = range(0, tokens, size)
-        # A few blocks are unrolled, each with its own number of keys; many are a loop, where all have the same.
+        # A few blocks are unrolled, each with its own number of keys. Many are a scan, where all have one shape, and so
+        # all keys.
         if self.is_self and len(starts) <= BLOCKS:
             parts: list[tuple] = []
             for start in starts:
@@ -141,8 +142,8 @@ class _Blockwise(NamedTuple):
 def _add_first(total: jax.Array, found: jax.Array) -> jax.Array:
     """`total` with `found` added to its first keys (axis 2).
 
-    All of them are a plain sum: an update of a whole array has indices of size zero, which JAX makes an input of
-    `shard_map`, and the compiler of JAX 0.11 crashes where that has an input without elements.
+    For all keys it is a plain sum: `.at` on a whole array has an index array without elements, which JAX makes an input
+    of `shard_map`, and the compiler of JAX 0.11 crashes on such an input.
     """
     keys = found.shape[2]
     return total + found if keys == total.shape[2] else total.at[:, :, :keys].add(found)
@@ -168,26 +169,27 @@ def _mix_forward(form: _Blockwise, query: jax.Array, key: jax.Array, value: jax.
         # Divided after the product: [tokens, dim] numbers and not [tokens, keys]; in float32, as the sum is.
         return ((mixed / total).astype(value.dtype), top + jnp.log(total)), ()
 
-    # Named for those who keep it: then the backward pass does not run this again.
+    # Named for the remat policies that keep it: then the backward pass does not run this again.
     mixed, log = (checkpoint_name(x, "mixed") for x in form.each(block, places, (query,), ())[0])
     return mixed, (query, key, value, places, mixed, log)
 
 
 def _mix_backward(form: _Blockwise, kept: tuple, pull: jax.Array) -> tuple:
-    """Gradients from each query's sum of weights and the scores, found again (FlashAttention-2, arXiv 2307.08691).
+    """Gradients from each query's log-sum of weights and scores computed again (FlashAttention-2, arXiv 2307.08691).
 
-    JAX's own of the forward pass takes a product more, runs the softmax again, and adds up gradients as large as the
-    row, one for each block.
+    JAX's own derivative of the forward pass takes one more product, runs the softmax again, and adds up gradients of
+    the whole row's size, one for each block.
     """
     query, key, value, places, mixed, log = kept
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    # sum_k weight_k d weight_k: what the softmax's own gradient takes off.
+    # sum_k weight_k d_weight_k, which the gradient of a softmax subtracts: equal to pull . mixed, so no sum over keys.
     drop = product("rkgtd,rkgtd->rkgt", pull, mixed)[..., None]
 
     def block(keys: int, seen: jax.Array, *cut: jax.Array) -> tuple:
         query, pull, log, drop = cut
         scores = form.scores(query, key[:, :, :keys])
-        weights = jnp.exp(jnp.where(seen, scores - log, MASKED))  # masked first: what is unseen may be far above `log`
+        # Masked before exp: an unseen score may be so far above `log` that exp gives infinity.
+        weights = jnp.exp(jnp.where(seen, scores - log, MASKED))
         slope = 1.0 if form.soft_cap is None else 1 - (scores / form.soft_cap) ** 2
         d_weights = product("rkgtd,rksd->rkgts", pull, value[:, :, :keys])
         d_scores = (weights * (d_weights - drop) * slope).astype(key.dtype)
@@ -226,14 +228,14 @@ def choose_attention(
     """The form of attention for rows of `tokens` tokens on a device, which may be a mere description of one.
 
     Raises:
-        ModelError: a form was asked for that cannot keep the segments of a packed row apart here, or does not exist
-            on this platform.
+        ModelError: the wanted form cannot keep the segments of a packed row apart here, or does not exist on this
+            platform.
     """
     if wanted not in CHOICES:
         raise ModelError(f"config.model.attention is {wanted!r}: it must be one of {', '.join(CHOICES)}")
     if wanted == "xla":
         return "xla"
-    obstacles: dict[Form, str | None] = {  # the first without one is taken
+    obstacles: dict[Form, str | None] = {  # "auto" takes the first form that has none
         "cudnn": _cudnn_obstacle(config, device, jnp.dtype(dtype), sequence_parts),
         "flash": _flash_obstacle(device, jnp.dtype(dtype)),
         "splash": _splash_obstacle(config, device, tokens, sequence_parts),
@@ -290,13 +292,14 @@ def attend_by(
 ) -> jax.Array:
     """`attention.attend` in one of its forms. `windowed`: whether this layer has the window; it may be traced.
 
-    cuDNN's and splash attention know their window when they are compiled: a model with two kinds of layers has both
-    and takes one. The result is named "mixed" for those who keep it for the backward pass; where that is ours, it names
-    what it needs.
+    cuDNN's and splash attention need their window when they are compiled: a model with two kinds of layers compiles
+    both kernels and chooses between them. The result is named "mixed" for the remat policies that keep it; "xla" and
+    "flash" name what their own backward pass needs.
     """
     forms = {"xla": attend, "cudnn": cudnn_attend, "flash": flash_attend, "splash": splash_attend}
     kernel = functools.partial(forms[form], **options)
     if window_tokens is not None and form in ("xla", "flash"):
+        # A window of all keys, in layers without one, is no window.
         kernel = functools.partial(kernel, window_tokens=jnp.where(windowed, window_tokens, args[1].shape[1]))
     elif window_tokens is not None:
         near, far = functools.partial(kernel, window_tokens=window_tokens), kernel
@@ -307,11 +310,12 @@ def attend_by(
 def exchange_queries(
     x: Shaped[Array, "rows queries *rest"], axes: Sequence[str]
 ) -> Shaped[Array, "rows queries *rest"]:
-    """A device's part of each row after it has sent the i-th piece of it to the i-th device; its own inverse.
+    """A device's part of each row after each device has sent the i-th piece of its part to the i-th device; its own
+    inverse.
 
-    For parts of a row in order over the mesh axes, within `shard_map`. The last of eight parts sees 1.9 times as many
-    keys as their mean, a piece of each part together 1.1 times. They stay in the order of the row. Parts that do not
-    divide into as many pieces as there are devices are left as they are.
+    This balances causal attention, where the last of eight parts of a row sees 1.9 times as many keys as the mean part:
+    a piece of every part together sees 1.1 times. For use in `shard_map`, with the parts in order over the mesh axes;
+    pieces stay in the order of the row. Parts that do not divide into as many pieces as devices are left as they are.
     """
     divides = x.shape[1] % jax.lax.axis_size(axes) == 0
     return jax.lax.all_to_all(x, axes, split_axis=1, concat_axis=1, tiled=True) if divides else x
@@ -332,7 +336,8 @@ def splash_attend(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows tokens heads dim"]:
-    """Splash attention (Pallas, TPU), by the segment of each token; padding sees the padding before it."""
+    """Splash attention (Pallas, TPU), by the segment of each token. Padding, being one segment, sees the padding before
+    it, which nothing reads."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import, and of use on TPUs only
 
     del positions, key_positions  # a segment is a run of tokens: their order says who is earlier
@@ -349,7 +354,7 @@ def splash_attend(
 
 @functools.lru_cache(maxsize=32)
 def _splash_kernel(tokens: int, heads: int, window_tokens: int | None, soft_cap: float | None, interpret: bool) -> Any:
-    """The kernel for rows of a shape; making its mask takes a while, so kernels are kept."""
+    """The kernel for rows of a shape, cached: making its mask takes a while."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (tokens, tokens)
@@ -357,7 +362,7 @@ def _splash_kernel(tokens: int, heads: int, window_tokens: int | None, soft_cap:
     block = next(size for size in (SPLASH_BLOCK_TOKENS, 256, LANES) if tokens % size == 0)
     parts = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     blocks: dict[str, Any] = {f"block_{part}": block for part in parts}
-    with jax.ensure_compile_time_eval():  # kernels outlive the trace that asked for them first
+    with jax.ensure_compile_time_eval():  # a cached kernel outlives the trace that made it: it must hold no tracers
         return splash.make_splash_mha(
             splash.MultiHeadMask([one] * heads),
             block_sizes=splash.BlockSizes(**blocks),

@@ -23,11 +23,12 @@ from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.models.sharding import Placement, ShardingRules, default_rules
 
 Remat = Literal["none", "dots", "layer"]
-# What the backward pass finds kept of a layer: everything, what linear maps and attention gave, or its input alone. By
-# name, and not all products: a map's own and its adapter's, kept apart, would be twice the memory of their sum.
+# A layer keeps for the backward pass: everything ("none"), the results of linear maps and attention ("dots"), or its
+# input alone ("layer"). "dots" goes by name: products of a map and of its adapter, kept apart, would take twice the
+# memory of their sum.
 _PRODUCTS = jax.checkpoint_policies.save_only_these_names("linear", "mixed", "chosen")
 _KEPT: dict[str, Callable | None] = {"dots": _PRODUCTS, "layer": None}
-UNROLLED_LAYERS = 4  # a model this shallow compiles as fast unrolled, and does not copy what its backward pass keeps
+UNROLLED_LAYERS = 4  # so few layers compile as fast unrolled, and then what the backward pass keeps is not copied
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -88,14 +89,15 @@ class Decoder(nnx.Module):
             tokens: token ids, several sequences per row if packed.
             positions: position of each token within its own sequence.
             segments: number of its sequence in the row; 0 is padding. Attention stays within a segment.
-            adapter_scale: multiplies the adapter's branch; 0.0 is the base model, the reference policy for free.
+            adapter_scale: multiplies the adapter's branch; 0.0 is the base model, a reference policy without a copy.
             dropout_key: turns the adapter's dropout on.
         """
         config = self.config
         tokens, positions, segments = map(jnp.asarray, (tokens, positions, segments))
         if self.placement is not None:
             self.placement.check_batch(*tokens.shape)
-        table = self._constrain(self._base("embedding"), "vocab", None)  # gathered as head() is, not its look-ups
+        # The table is gathered over the hidden size, as in head(), and not the rows that are looked up.
+        table = self._constrain(self._base("embedding"), "vocab", None)
         x = table[tokens]
         if config.embedding_scale != 1:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
@@ -110,7 +112,7 @@ class Decoder(nnx.Module):
             by_layer["dropout_key"] = jax.random.split(dropout_key, config.layers)
         if len({config.window(i) for i in range(config.layers)}) > 1:
             by_layer["windowed"] = jnp.array([config.window(i) is not None for i in range(config.layers)])
-        if experts:  # where a layer's are among them
+        if experts:  # index of each layer in their stacks
             by_layer["place"] = jnp.cumsum(jnp.array([i in config.sparse_layers for i in range(config.layers)])) - 1
 
         def layer(x: jax.Array, xs: tuple[Weights, dict[str, Arrays], Arrays], sparse: bool) -> jax.Array:
@@ -130,12 +132,13 @@ class Decoder(nnx.Module):
         def group(x: jax.Array, xs: list[Any], block: params.Block) -> tuple[jax.Array, None]:
             for sparse, arrays in zip(block.sparse, xs, strict=True):
                 run = functools.partial(layer, sparse=sparse)
-                if self.remat in _KEPT:  # a loop's body is compiled alone: barriers against merging would only cost
+                if self.remat in _KEPT:  # prevent_cse is for unrolled code: in a scan its barriers would only cost time
                     run = jax.checkpoint(run, prevent_cse=False, policy=_KEPT[self.remat])
                 x = run(x, arrays)
             return x, None
 
-        # Unrolled, XLA's CPU backend merges a layer with its recomputation (despite prevent_cse), and nothing is saved.
+        # With remat, not unrolled: XLA's CPU backend would merge a layer with its recomputation (despite prevent_cse),
+        # and no memory would be saved.
         unroll = config.layers <= UNROLLED_LAYERS and self.remat == "none"
         for block in params.layer_blocks(config):
             xs = [
@@ -154,10 +157,10 @@ class Decoder(nnx.Module):
     def _linear(
         self, weights: Weights, adapter: dict[str, Arrays], adapter_scale: float | jax.Array, key: jax.Array | None
     ) -> Callable[[str, jax.Array], jax.Array]:
-        """x -> x W + bias + adapter branch, for the linear map of a name.
+        """A function (name, x) -> x W + bias + adapter branch, for the linear map of that name.
 
         Rows and tokens are one axis here: XLA's CPU backend is three times slower at weight gradients summed over two.
-        Where both are split over devices they stay apart, since XLA would collect the tokens to merge them.
+        Where both are split over devices they stay apart, since XLA would gather the tokens to merge the axes.
         """
 
         def apply(name: str, x: jax.Array) -> jax.Array:
@@ -192,7 +195,7 @@ class Decoder(nnx.Module):
 
     @property
     def _device(self) -> Any:
-        """One of those that the program is for."""
+        """One of the devices that the program is for."""
         return jax.devices()[0] if self.placement is None else self.placement.device
 
     def _stack(self, arrays: Mapping[str, Any], block: params.Block, member: int) -> dict[str, Any]:
@@ -202,7 +205,7 @@ class Decoder(nnx.Module):
             owners = params.owners(name, self.config)
             if layers[0] not in owners:
                 continue
-            # The stack holds only the layers that own the parameter: places in it, evenly spaced as the layers are.
+            # The stack holds only the layers that have the parameter: indices in it, evenly spaced as the layers are.
             places = [owners.index(layer) for layer in layers]
             cut = slice(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
             whole = len(layers) == len(owners)  # slices are copies
@@ -210,9 +213,9 @@ class Decoder(nnx.Module):
         return stacked
 
     def _make_attention(self, segments: jax.Array, positions: jax.Array) -> Callable[..., jax.Array]:
-        """(is this a layer with a window, query, key, value before rotation) -> mixed values.
+        """A function (windowed, query, key, value) -> mixed values; queries and keys are not yet rotated.
 
-        The first may be traced, or None in models whose layers are alike in this.
+        `windowed`: whether the layer has a window. It may be traced, or None in models whose layers are alike in this.
         """
         config, placement = self.config, self.placement
         mesh = None if placement is None or placement.mesh.size == 1 else placement.mesh
@@ -232,7 +235,7 @@ class Decoder(nnx.Module):
         split = placement.axes("tokens") if placement is not None and placement.ways("tokens") > 1 else ()
 
         def run(windowed: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, *places: jax.Array):
-            if split:
+            if split:  # each device has a part of each row's queries, and gets all of its keys and values
                 query, *query_places = (exchange_queries(x, split) for x in (query, *places[:2]))
                 places = (*query_places, *places[2:])
                 key, value = (jax.lax.all_gather(x, split, axis=1, tiled=True) for x in (key, value))
@@ -243,7 +246,8 @@ class Decoder(nnx.Module):
             of, tokens = placement.rules.spec, ("rows", "tokens")
             heads, keys = of((*tokens, "act_heads", None)), of((*tokens, "act_kv_heads", None))
             specs = (of(()), heads, keys, keys, of(tokens), of(tokens), of(("rows", None)), of(("rows", None)))
-            # Unchecked: no form's own backward pass knows of the mesh. What each part gives for the keys is summed.
+            # Unchecked (check_vma): the forms' own backward passes know nothing of mesh axes. Gradients that the parts
+            # of a row give for the same keys are summed.
             run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
         rope = rope_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
         local_rope = rope
@@ -278,9 +282,9 @@ class Decoder(nnx.Module):
         return rms_norm(x, weight, self.config.norm_epsilon, self.config.norm_offset)
 
     def _keeps_experts(self) -> bool:
-        """True where layers read the experts' matrices out of the stack of all layers, in place of a copy of their own.
+        """True if each layer reads its experts' matrices in the stack of all layers, which saves a copy of them.
 
-        They are frozen then, and each device has its own experts whole.
+        That takes frozen matrices, of which each device holds its experts' whole.
         """
         gathered = self.placement is not None and (
             self.placement.ways("experts") != self.placement.ways("act_experts")
@@ -296,7 +300,7 @@ class Decoder(nnx.Module):
         adapter_scale: float | jax.Array,
         place: jax.Array | None,
     ) -> jax.Array:
-        """`place`: of the layer in the stacks of experts, where `weights` has them whole."""
+        """`place`: index of the layer in the stacks of experts, where `weights` has the whole stacks."""
         assert self.config.experts is not None
 
         def mapped(name: str) -> ExpertMap:
@@ -307,7 +311,7 @@ class Decoder(nnx.Module):
             return ExpertMap(weights[name], self.lora.scale * adapter_scale * a, b, layer)
 
         router = mapped("router")
-        if router.a is not None and router.b is not None:  # small: its sum in float32 costs less than a branch
+        if router.a is not None and router.b is not None:  # small: the merged map in float32 costs less than a branch
             router = ExpertMap(router.weight.astype(jnp.float32) + router.a @ router.b)
         return mixture(
             x,
@@ -324,7 +328,7 @@ class Decoder(nnx.Module):
         return linear("down_proj", self._constrain(gated, "rows", "tokens", "act_ffn"))
 
     def parameter(self, name: str) -> nnx.Param:
-        """The base parameter that `base_specs` names so."""
+        """The base parameter of this name in `base_specs`."""
         return self.layers[name] if name in self.layers else getattr(self, name)
 
     def _base(self, name: str) -> Any:
@@ -396,7 +400,7 @@ def init_adapter(
 
 
 def with_adapter(base: Decoder, lora: Lora, key: jax.Array) -> Decoder:
-    """A decoder with a fresh adapter around the very arrays of `base`, which has none: several policies share them."""
+    """A decoder with a fresh adapter on the very arrays of `base`, which has none, so that policies share them."""
     decoder = nnx.eval_shape(lambda: Decoder(base.config, lora=lora, dtype=base.dtype, remat=base.remat, key=key))
     decoder.attention, decoder.placement = base.attention, base.placement
     for name in base_specs(base.config, base.dtype):

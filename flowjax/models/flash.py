@@ -1,12 +1,12 @@
 """Flash attention of packed rows for NVIDIA GPUs from Ampere on, in Pallas through Triton, with its own backward pass.
 
 Each query sees one run of its row's keys: within its segment, not after it, within the window. Where that run begins
-and ends is found once per call (`seen_keys`); the kernels visit those blocks of keys alone, and compare places in the
-blocks at a run's edges only. So padding, other segments and the causal upper half cost nothing but the rest of the
-blocks at their edges; windows may be traced, and queries may be a part of the row (`config.mesh.sequence`). Heads of
-queries share keys without copies (GQA).
+and ends is found once per call (`seen_keys`); the kernels visit those blocks of keys alone, and mask only the blocks
+at a run's edges. So padding, other segments and the causal upper half cost nothing but the rest of the blocks at their
+edges; windows may be traced, and queries may be a part of the row (`config.mesh.sequence`). Heads of queries share
+keys without copies (GQA).
 
-Source: FlashAttention-2 (arXiv 2307.08691). Scores are in base 2 here.
+Source: FlashAttention-2 (arXiv 2307.08691). Scores are in base 2 here: GPUs compute exp2, and exp with a product more.
 """
 
 import dataclasses
@@ -22,18 +22,18 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 LOG2_E = math.log2(math.e)
-MASKED = -1e30  # finite: a block in which a query sees nothing is undone by the next, and gives no NaN
-SMALLEST_DIM = 16  # that Triton multiplies
+MASKED = -1e30  # finite: where a query sees nothing in a block, the next block scales that to 0, and no NaN arises
+SMALLEST_DIM = 16  # the least that Triton's dot takes
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """Tokens of queries and keys that one program of a kernel holds at once, and the threads it has."""
+    """Tokens of queries and keys that one program of a kernel holds at once, and its warps."""
 
     queries: int
     keys: int
     warps: int
-    stages: int = 2
+    stages: int = 2  # steps of the loop over blocks whose loads overlap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class FlashForm:
         return jnp.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2_E)
 
     def slope(self, scores: jax.Array) -> jax.Array | float:
-        """Derivative of a score by its product q k, from the score itself: scale, less where the soft cap bends it."""
+        """Derivative of a score by its product q k, from `scores`: scale, and less where the soft cap flattens it."""
         if self.soft_cap is None:
             return self.scale
         return self.scale * (1 - (scores / (self.soft_cap * LOG2_E)) ** 2)
@@ -148,9 +148,9 @@ def flash_form(query: jax.Array, scale: float | None, soft_cap: float | None, in
 
 
 def _key_blocks(seen: _SeenKeys, blocks: _Blocks) -> Int[Array, "rows query_blocks 4"]:
-    """The blocks of keys that each block of queries visits: [0, 1) and [2, 3) with a mask, [1, 2) without.
+    """Four bounds of the blocks of keys that a block of queries visits: 0 to 1 and 2 to 3 with a mask, 1 to 2 without.
 
-    Every query of the block sees every key of an unmasked block.
+    In an unmasked block, every query of the block sees every key.
     """
     first, last = (x.reshape(x.shape[0], -1, blocks.queries) for x in seen)
     size = blocks.keys
@@ -160,7 +160,7 @@ def _key_blocks(seen: _SeenKeys, blocks: _Blocks) -> Int[Array, "rows query_bloc
 
 
 def _query_blocks(seen: _SeenKeys, blocks: _Blocks, keys: int) -> Int[Array, "rows key_blocks 4"]:
-    """The blocks of queries that each block of keys is visited by, in the order of `_key_blocks`."""
+    """The blocks of queries that visit each block of keys, as bounds like those of `_key_blocks`."""
     first, last = (x.reshape(x.shape[0], 1, -1, blocks.queries) for x in seen)
     begin = jnp.arange(0, keys, blocks.keys, dtype=jnp.int32)[:, None]
     end = begin + blocks.keys - 1
@@ -211,6 +211,7 @@ def _forward_kernel(*refs: Any, form: FlashForm) -> None:
         if masked:
             scores = jnp.where(_mask(scores, first, last, block, blocks), scores, MASKED)
         new_top = jnp.maximum(top, scores.max(axis=1))
+        # `shrunk` brings the sums so far, relative to the old maximum, to the new one.
         weights, shrunk = jnp.exp2(scores - new_top[:, None]), jnp.exp2(top - new_top)
         v = v_ref[keys, :]
         mixed = mixed * shrunk[:, None] + plgpu.dot(weights.astype(v.dtype), v)
@@ -281,7 +282,7 @@ def _flash(form: FlashForm, query: jax.Array, key: jax.Array, value: jax.Array, 
 
 
 def _keep(form: FlashForm, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> tuple:
-    # Named as all forms' results are: where these are kept, the backward pass does not run the kernel again.
+    # Named as all forms' results are: under a remat policy that keeps them, the kernel is not run again.
     mixed, log = (checkpoint_name(x, "mixed") for x in flash_forward(form, query, key, value, places))
     return mixed, (query, key, value, places, mixed, log)
 
@@ -349,7 +350,7 @@ def flash_backward(
     rows, queries, heads, _ = query.shape
     keys, kv_heads = key.shape[1:3]
     of = _Specs(query, key)
-    # sum_k weight_k d weight_k: what the softmax's own gradient takes off.
+    # sum_k weight_k d_weight_k, which the gradient of a softmax subtracts: equal to pull . mixed, so no sum over keys.
     drop = jnp.einsum("rqhd,rqhd->rhq", pull, mixed, preferred_element_type=jnp.float32)
     blocks = form.of_queries
     dq = _call(
@@ -416,7 +417,7 @@ def _call(
 
 
 class _Specs:
-    """The part of each array that the program (block, row, head) of a kernel works on."""
+    """The part of each array that the program (block, row, head) of a kernel works on; None is an axis left out."""
 
     def __init__(self, query: jax.Array, key: jax.Array):
         self.queries, self.heads, self.dim = query.shape[1:]

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 
 TILE = 128  # rows and columns of an expert's gradient that one program of a GPU kernel computes
 WIDE_TILE = 256  # columns of a product: on an H200 7 % faster than 128
-DEPTH_BYTES = 128  # of one row of a tile that is multiplied at a time
-HOPPER_ROWS, HOPPER_COLUMNS, HOPPER_STAGES = 128, 256, 4  # a program's tile, and how many steps are on their way to it
-HOPPER_CORES = 132  # programs, one for each core of an H100 or H200
+DEPTH_BYTES = 128  # of each row of a tile, in one step of a product's inner sum
+HOPPER_ROWS, HOPPER_COLUMNS, HOPPER_STAGES = 128, 256, 4  # a program's tile, and the steps that are fetched ahead
+HOPPER_CORES = 132  # programs, one for each streaming multiprocessor of an H100 or H200
 
 
 def grouped_product(
@@ -29,17 +29,18 @@ def grouped_product(
     *,
     on_hopper: bool = False,
 ) -> Float[Array, "blocks size out"]:
-    """Each block times the matrix of its expert, summed in float32; what stands in unused blocks is not defined.
+    """Each block times the matrix of its expert, summed in float32; the values in unused blocks are not defined.
 
-    An expert e has the blocks starts[e] to starts[e + 1]. `jax.lax.ragged_dot` says the same, but XLA multiplies every
-    row with every expert for it on GPUs and CPUs.
+    An expert e has the blocks from starts[e] up to starts[e + 1]. `jax.lax.ragged_dot` computes the same, but on GPUs
+    and CPUs XLA multiplies every row with every expert for it.
 
     Args:
-        layer: whose matrices are meant, where `weights` are those of all layers. They have no gradient, and but on
-            TPUs are read where they lie: to cut them out would copy them.
+        layer: index of the layer whose matrices are used, where `weights` has those of all layers. They get no
+            gradient, and are read in place except on TPUs: a slice of them would be a copy.
         on_hopper: the program is for a GPU of compute capability 9.0, which has a kernel of its own.
     """
-    # On a mesh all must vary over the same devices; where a matrix is the same on several, its gradients are summed.
+    # In shard_map all inputs must be marked as varying over the same mesh axes. Of a matrix that is the same on several
+    # devices, this also sums the gradients.
     given = (x, weights, starts) if layer is None else (x, weights, starts, layer)
     axes = frozenset[str]().union(*map(_varying, given))
     return _grouped_product(on_hopper, *(_vary(array, axes) for array in given))
@@ -70,7 +71,7 @@ def _grouped_forward(
 
 def _grouped_backward(on_hopper: bool, kept: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
     x, weights, starts, layer = kept
-    # Two calls: the gradient of frozen matrices, used by nobody, is then never computed.
+    # Two products, so that XLA can drop the second: the gradient of frozen matrices is used by nobody.
     pairs = _multiply_pairs(x, g, starts) if layer is None else None
     return _multiply(on_hopper, g, weights, starts, layer, transposed=True), pairs, None, None
 
@@ -96,7 +97,7 @@ def _multiply_pairs(x: jax.Array, g: jax.Array, starts: jax.Array) -> jax.Array:
 
 
 def _by_platform(forms: dict[str, Callable[..., jax.Array]], *args: jax.Array, **options: bool) -> jax.Array:
-    """The form of the platform that the program is compiled for, wherever it is traced."""
+    """The form for the platform that the program is compiled for, which may be another than where it is traced."""
     return jax.lax.platform_dependent(
         *args, **{name: functools.partial(form, **options) for name, form in forms.items()}
     )
@@ -108,18 +109,18 @@ def _owners(starts: jax.Array, blocks: int) -> Int[Array, "blocks"]:
 
 
 def _like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Type of a kernel's result: on a mesh it differs between devices where its input does."""
+    """Type of a kernel's result, marked as varying over the mesh axes that its input varies over."""
     return jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
-# Of all forms: the experts' matrices are `weights[first]` and the following.
+# In all forms the experts' matrices are `weights[first]` and the following.
 def loop_product(
     x: jax.Array, weights: jax.Array, starts: jax.Array, first: jax.Array, *, transposed: bool
 ) -> jax.Array:
     """Expert after expert and block after block in plain JAX."""
 
     def expert(e: jax.Array, y: jax.Array) -> jax.Array:
-        # Out of the inner loop: the product of a block with a matrix that lies transposed takes twice as long.
+        # Transposed once, outside the inner loop: a product with a matrix that lies transposed takes twice as long.
         weight = weights[first + e].T if transposed else weights[first + e]
 
         def block(b: jax.Array, y: jax.Array) -> jax.Array:
@@ -169,7 +170,7 @@ def gpu_product(
     )
     return pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(columns, tile), blocks),  # neighbours share rows, and next ones the expert's matrix
+        grid=(pl.cdiv(columns, tile), blocks),  # programs of one block share its rows, of the next the expert's matrix
         out_shape=_like(x, (blocks, size, columns)),
         compiler_params=_warps(size),
         interpret=interpret,
@@ -234,7 +235,7 @@ Edges = tuple[tuple[jax.Array, int] | None, tuple[jax.Array, int] | None]  # sta
 
 
 def _inside(shape: tuple[int, ...], edges: Edges) -> jax.Array | None:
-    """A mask of what lies in the array; None where all tiles of its axes fit, which needs none."""
+    """A mask of the tile's places that lie in the array; None where tiles divide all its axes."""
     mask = None
     for axis, edge in enumerate(edges):
         if edge is not None and edge[1] % shape[axis]:
@@ -253,7 +254,7 @@ def _store(part, value: jax.Array, edges: Edges) -> None:
 
 
 def _tile(size: int, most: int = TILE) -> int:
-    """Sizes of tiles are powers of two, and no products are narrower than 16."""
+    """Size of tiles along an axis: Triton takes powers of two, and no products narrower than 16."""
     return min(max(pl.next_power_of_2(size), 16), most)
 
 
@@ -274,7 +275,8 @@ def _hopper_takes(x: jax.Array, weights: jax.Array, transposed: bool) -> bool:
 def hopper_product(
     x: jax.Array, weights: jax.Array, starts: jax.Array, first: jax.Array, *, transposed: bool, interpret: Any = None
 ) -> jax.Array:
-    """Two groups of warps multiply what a third one fetches; a core's program goes from tile to tile.
+    """Two groups of warps multiply the tiles that a third one fetches (warp specialisation). There is one program for
+    each core, which goes from tile to tile (a persistent kernel).
 
     On an H200 a quarter faster than `gpu_product`, and equal to it bit by bit.
     """
@@ -293,7 +295,8 @@ def hopper_product(
         interpret=interpret,
     )
     y = kernel(_owners(starts, blocks) + first, starts[-1:], x.reshape(-1, depth), weights)
-    # XLA would run a kernel twice whose result is used and kept by a loop: the second time to write it in place.
+    # Without the barrier, XLA runs the kernel twice where a loop uses its result and keeps it, too: the second time to
+    # write it in place.
     return _vary(jax.lax.optimization_barrier(y).reshape(blocks, size, columns), _varying(x))
 
 
@@ -324,7 +327,7 @@ def _hopper_product_kernel(hopper: Any, owner, used, x, weights, y, *, transpose
             compute_context=around,
         )
 
-    def nothing(*_: Any) -> None: ...  # what is fetched needs the same room whatever is done with it
+    def nothing(*_: Any) -> None: ...  # asked for its allocations alone: fetched tiles need the same room in any case
 
     @functools.partial(
         pl.run_scoped,
@@ -348,6 +351,7 @@ def _hopper_product_kernel(hopper: Any, owner, used, x, weights, y, *, transpose
                 def _(total: Any) -> None:
                     run(total)
                     result = total[...].astype(y.dtype)
+                    # `written` has room for two pieces: one is filled while the other is on its way to memory.
                     hopper.wait_smem_to_gmem(0, wait_read_only=True)
                     for number in range(columns // part):
                         hopper.wait_smem_to_gmem(1, wait_read_only=True)
@@ -374,7 +378,7 @@ def _hopper_product_kernel(hopper: Any, owner, used, x, weights, y, *, transpose
 def ragged_product(
     x: jax.Array, weights: jax.Array, starts: jax.Array, first: jax.Array, *, transposed: bool
 ) -> jax.Array:
-    """XLA's own product, which its TPU compiler keeps grouped."""
+    """XLA's own product; on TPUs its compiler multiplies each row with its own expert alone."""
     weights = jax.lax.dynamic_slice_in_dim(weights, first, starts.size - 1)
     flat, sizes = x.reshape(-1, x.shape[2]), jnp.diff(starts) * x.shape[1]
     y = jax.lax.ragged_dot(flat, weights.swapaxes(1, 2) if transposed else weights, sizes)
@@ -387,7 +391,7 @@ def tpu_pairs(x: jax.Array, g: jax.Array, starts: jax.Array, *, interpret: bool 
         return loop_pairs(x, g, starts)  # TPU kernels cannot write it
     (blocks, size, depth), columns = x.shape, g.shape[2]
     tiles = (min(depth, 1024), min(columns, 512))
-    owner = jnp.minimum(_owners(starts, blocks), starts.size - 2)  # a block of nobody goes by, at the last expert
+    owner = jnp.minimum(_owners(starts, blocks), starts.size - 2)  # unused blocks go to the last expert, adding nothing
     found = pl.pallas_call(
         _tpu_pairs_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -408,6 +412,7 @@ def tpu_pairs(x: jax.Array, g: jax.Array, starts: jax.Array, *, interpret: bool 
 
 
 def _tpu_pairs_kernel(owner, used, x, g, out, total) -> None:
+    # A TPU core runs programs in order, `block` fastest: `total` adds up an expert's blocks, which lie together.
     block, last = pl.program_id(2), pl.num_programs(2) - 1
 
     @pl.when((block == 0) | (owner[block] != owner[jnp.maximum(block - 1, 0)]))

@@ -18,13 +18,13 @@ from flowjax.models.shape import Experts
 from flowjax.models.sharding import Placement
 
 Activate = Callable[[jax.Array], jax.Array]
-BLOCK_ROWS = (16, 128)  # fewest, which is the least that a tensor core takes, and most rows of a block
+BLOCK_ROWS = (16, 128)  # fewest (the least that a tensor core takes) and most rows of a block
 
 
 class ExpertMap(NamedTuple):
     """A linear map of every expert, x W, or x W + (x A) B where it has an adapter.
 
-    With `layer` the matrices W, frozen ones, are those of all layers, of which it has that one's.
+    With `layer`, `weight` has the frozen matrices W of all layers, and those of this layer are used.
     """
 
     weight: Float[Array, "*layers experts in out"]
@@ -36,7 +36,7 @@ class ExpertMap(NamedTuple):
 def route(
     x: Float[Array, "*tokens hidden"], router: Float[Array, "hidden experts"], experts: Experts
 ) -> tuple[Float[Array, "*tokens chosen"], Int[Array, "*tokens chosen"]]:
-    """Weights and numbers of each token's `per_token` likeliest experts, by a softmax over all of them in float32."""
+    """Weights and numbers of each token's `per_token` likeliest experts, by a softmax over all experts in float32."""
     scores = jax.nn.softmax((x @ router).astype(jnp.float32), axis=-1)
     weights, chosen = jax.lax.top_k(scores, experts.per_token)
     if experts.normalise:
@@ -48,19 +48,19 @@ def route(
 
 
 class Layout(NamedTuple):
-    """Rows of choices in the order of their experts, each expert's in blocks of its own.
+    """Choices as rows in the order of their experts, each expert's in blocks of its own.
 
-    An expert's last block is padded with rows of nobody. Blocks after the last one in use belong to no expert: what
-    products leave there is not defined, and nothing reads it.
+    An expert's last block is padded with empty rows. Blocks after the last one in use belong to no expert: what
+    products leave there is not defined, and nothing reads it. Shapes are static, for any choice of experts.
     """
 
     place: Int[Array, "tokens chosen"]  # row of a choice; the number of rows where its expert is not at hand
-    source: Int[Array, "blocks size"]  # choice of a row, counted token by token; the number of choices where none
+    source: Int[Array, "blocks size"]  # choice in a row, counted token by token; the number of choices in empty rows
     starts: Int[Array, "experts_and_1"]  # first block of each expert; the last number is that of the blocks in use
 
 
 def block_shape(choices: int, experts: int, at_hand: int | None = None) -> tuple[int, int]:
-    """Number of blocks for any choice of experts, `at_hand` of them on this device, and the rows of each.
+    """Number of blocks that suffices for any choice of experts, `at_hand` of them on this device, and rows of a block.
 
     Rows are a power of two, at most half of what an expert gets on average: its last block is half empty in the mean,
     so that padding adds a quarter at most, and less where an expert gets more than twice the largest block.
@@ -82,7 +82,7 @@ def lay_out(chosen: Int[Array, "tokens chosen"], first: int | Int[Array, ""], co
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-sizes // size), dtype=jnp.int32)])
     numbers = jnp.arange(choices, dtype=jnp.int32)
     sorted_number = jnp.zeros(choices, jnp.int32).at[order].set(numbers, unique_indices=True)
-    # From its number in the sorted order to its row is the same step for all choices of an expert.
+    # A choice's row is its number in the sorted order, plus the padding before its expert's first block.
     step = jnp.append(starts[:-1] * size - (jnp.cumsum(sizes) - sizes), 0)
     place = jnp.where(local < count, sorted_number + step[local], rows)
     source = jnp.full(rows, choices, jnp.int32).at[place].set(numbers, mode="drop")
@@ -93,8 +93,8 @@ def lay_out(chosen: Int[Array, "tokens chosen"], first: int | Int[Array, ""], co
 def spread(
     x: Float[Array, "tokens dim"], place: Int[Array, "tokens chosen"], source: Int[Array, "blocks size"]
 ) -> Float[Array, "blocks size dim"]:
-    """Each row's token, zeros in rows of nobody. Its transpose is `collect`, so that neither pass scatters."""
-    padded = jnp.pad(x, ((0, 1), (0, 0)))  # what rows of nobody read; filling them in afterwards is a pass more on TPUs
+    """The token of each row, zeros in empty rows. Its transpose is `collect`, so that neither pass scatters."""
+    padded = jnp.pad(x, ((0, 1), (0, 0)))  # a row of zeros for empty rows: zeroing them later is a pass more on TPUs
     return padded.at[source // place.shape[1]].get(mode="promise_in_bounds")
 
 
@@ -102,7 +102,7 @@ def spread(
 def collect(
     y: Float[Array, "blocks size dim"], place: Int[Array, "tokens chosen"], source: Int[Array, "blocks size"]
 ) -> Float[Array, "tokens dim"]:
-    """Sum over the rows of each token."""
+    """Sum over the rows of each token; choices whose expert is not at hand add nothing."""
     return y.reshape(-1, y.shape[2]).at[place].get(mode="fill", fill_value=0).sum(axis=1)
 
 
@@ -128,8 +128,8 @@ def mix_experts(
 ) -> Float[Array, "tokens hidden"]:
     """sum over a token's chosen experts e of weight_e * (activate(x G_e) * x U_e) D_e, for the experts at hand.
 
-    Those are `first` and the following, of `total`; choices of others add nothing. The weight is put before the last
-    map, which is linear: the backward pass then needs nothing of what that map gave.
+    Those are `first` and the following, of `total`; choices of others add nothing. The weight is applied before the
+    last map, which is linear: so the backward pass does not need that map's result.
     """
     at_hand = gate.weight.shape[-3]
     place, source, starts = lay_out(chosen, first, at_hand, total or at_hand)
@@ -178,7 +178,7 @@ def mixture(
     def local(x: jax.Array, router: jax.Array, *maps: ExpertMap) -> jax.Array:
         flat = x.reshape(-1, x.shape[-1])
         arrays = (flat, *route(flat, router, experts))
-        if rules.expert_ffn is not None:  # each part of the maps has its own gradient of x: they are summed here
+        if rules.expert_ffn is not None:  # each part of the maps has its own gradient of x: pcast's transpose sums them
             arrays = tuple(jax.lax.pcast(array, rules.expert_ffn, to="varying") for array in arrays)
         gathered = (jax.lax.all_gather(array, "expert", tiled=True) for array in arrays)
         first = jax.lax.axis_index("expert") * maps[0].weight.shape[-3]
@@ -189,7 +189,7 @@ def mixture(
     by_token = rules.spec(("rows", "tokens", None))
 
     def laid_out(each: ExpertMap, axis_in: str | None, axis_out: str | None) -> Any:
-        """Specs in the place of a map's arrays."""
+        """An `ExpertMap` of partition specs in place of its arrays."""
         before = ("layers",) * (each.weight.ndim - 3)
         pairs = ((*before, "act_experts", axis_in, axis_out), ("act_experts", axis_in, "rank"))
         axes: Any = (*pairs, ("act_experts", "rank", axis_out), ())
