@@ -43,14 +43,14 @@ from flowjax.weights.publish import HANDED_OVER, CheckpointError, has_arrays, re
 
 FORMATS = ("hf", "peft")
 DTYPES = ("float32", "bfloat16", "float16")
-_UNCUT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # of `config.eval`, where replies are drawn from all tokens
+_UNCUT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # settings of `config.eval` at which any token may be sampled
 
 
 def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
     """Write `out` from a committed checkpoint of a run; the folder appears once it is complete.
 
     Raises:
-        ConfigError: an unknown format or dtype, a checkpoint or run that is not there, a folder that is.
+        ConfigError: an unknown format or dtype, a checkpoint or run that does not exist, or an `out` that does.
         CheckpointError, ModelError: the checkpoint cannot be read or does not fit the run's model.
     """
     if form not in FORMATS:
@@ -74,7 +74,7 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
         else:
             lora = Lora(**policy.lora.to_dict())
             decoder = load_decoder(base, lora=lora, dtype=precision)
-            # Through PEFT's layout and back: that is where every shape and name is checked.
+            # By way of PEFT's layout and back, where every name and shape is checked.
             set_adapter(decoder, adapter_from_peft(peft_tensors(arrays, decoder.config, lora), decoder.config, lora))
         save_decoder(decoder, unfinished, dtype=precision, tokenizer=base)
         (unfinished / "README.md").write_text(card)
@@ -103,7 +103,7 @@ def _write_peft(policy: Policy, arrays: dict | None, out: Path, named: str, card
 
 def model_card(run: Run, policy: Policy, step: int, form: str) -> str:
     """README.md of an exported checkpoint: Hugging Face's metadata, then data, algorithm, budget, results and
-    provenance, as far as the run's folder tells of them."""
+    provenance, as far as the run's folder has them."""
     base = _base_of(run, policy)
     metadata = {
         "base_model": base,
@@ -125,7 +125,7 @@ def model_card(run: Run, policy: Policy, step: int, form: str) -> str:
 
 
 def _base_of(run: Run, policy: Policy) -> str:
-    """The base model as the config names it: a model that was fetched by its id lies in a folder of a cache."""
+    """The base model as the config names it, by its id if it was fetched: its path is then a folder of a cache."""
     return read_models(run.folder).get(policy.base.name, {}).get("path") or str(policy.base.model.path)
 
 
@@ -173,7 +173,7 @@ def _budget(run: Run, policy: Policy, step: int) -> dict[str, Any]:
 
 
 def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
-    """The newest evaluation of this version: a command's, or else that beside training."""
+    """The newest evaluation of this version: by the command, or else the one beside training."""
     name, expected = f"{policy.name}@{step}", played_in(run)  # other tasks or players are another evaluation
     found: list[tuple[float, dict[str, Any]]] = []
     for path in (run.folder / "evaluations").glob("*/results.json"):
@@ -191,7 +191,7 @@ def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
         cut = {name: played[name] for name, none in _UNCUT.items() if played.get(name, none) != none}
         how += "".join(f", {name} {value:g}" for name, value in cut.items())
         return {**dict(rows(results)), "played with": how + _together(played["name"], name)}
-    # Of several policies the name has the versions of all.
+    # Files of evaluations by several policies are named by the versions of all.
     beside = [path for path in (run.folder / "held_out").glob("*.jsonl") if name in path.stem.split(",")]
     if beside:
         newest = oldest_first(beside)[-1]
@@ -201,7 +201,7 @@ def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
 
 
 def _together(played: str, name: str) -> str:
-    """Names of all that played, where the results are of more than the one of this name."""
+    """The names of all versions that played, where `name` did not play alone."""
     return "" if played == name else f", by {played}"
 
 
