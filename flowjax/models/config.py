@@ -18,7 +18,8 @@ from flowjax.models.shape import (
 )
 from flowjax.run import Run
 
-_ABSENT = ("rope_theta", "rope_local_base_freq", "rope_parameters", "head_dim", "sliding_window_pattern")  # if null
+# Fields that count as absent, so that the family's defaults hold, where they are null.
+_ABSENT = ("rope_theta", "rope_local_base_freq", "rope_parameters", "head_dim", "sliding_window_pattern")
 SLIDING, FULL = "sliding_attention", "full_attention"  # Hugging Face's names in layer_types
 
 
@@ -106,12 +107,12 @@ _SHAPES: dict[str, dict[str, tuple[Any, ...]]] = {
         "Llama-3.1-8B": (4096, 32, 32, 8, 14336, 128256, False),
     },
 }
-_HEAD_DIM = {"qwen3": 128}  # of others, hidden size over heads
-_VARIANTS = ("-Instruct", "-Base")  # trained further, of the same shape
+_HEAD_DIM = {"qwen3": 128}  # in other families it is the hidden size over the heads
+_VARIANTS = ("-Instruct", "-Base")  # endings of names, of models with the same shape
 
 
 def known_shape(name: str) -> ModelConfig | None:
-    """The model of that name, of a folder or on the Hugging Face hub; None where its shape is not built in."""
+    """The model that a folder or repository of that name holds; None where its shape is not built in."""
     for ending in _VARIANTS:
         name = name.removesuffix(ending)
     for kind, shapes in _SHAPES.items():
@@ -144,8 +145,8 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def vocabulary_sizes(run: Run) -> dict[str, int]:
-    """Tokens that each policy's model has, and each base model by its name; without those whose folder is not
-    here, as where engines and trainers run elsewhere."""
+    """Vocabulary size of each policy's model, and of each base model by its name. Those whose folder is not on this
+    machine are left out, as where engines and trainers run on others."""
     sizes: dict[str, int] = {}
     for name, base in run.bases.items():
         with contextlib.suppress(ModelError):
@@ -155,7 +156,11 @@ def vocabulary_sizes(run: Run) -> dict[str, int]:
 
 
 def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """The model that a Hugging Face config describes, in the layout of transformers 4 or 5."""
+    """The model that a Hugging Face config describes, in the layout of transformers 4 or 5.
+
+    Raises:
+        ModelError: an unknown model_type, a missing field, or a switch that this decoder does not have.
+    """
     kind = raw.get("model_type")
     if kind == "gemma3" and isinstance(raw.get("text_config"), Mapping):  # an image model: its text part alone
         ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in raw}
@@ -393,7 +398,8 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def _window_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
     window = config.sliding_window_tokens
-    if config.architecture == "mistral" or (family.gemma and window is None):  # which have one where none is named
+    # Where the field is missing, these families have a window by default: without one, null must be written.
+    if config.architecture == "mistral" or (family.gemma and window is None):
         return {"sliding_window": window}
     if window is None:
         return {}

@@ -1,5 +1,5 @@
 """Costs of a training run in plain arithmetic: device memory, which `--dry_run` prints before anything is allocated,
-and floating-point operations of a step, beside what a device can do."""
+and floating-point operations of a step, with the peak rates of devices to compare them with."""
 
 import functools
 import math
@@ -49,15 +49,17 @@ def estimate(
         rows: rows of one forward-backward pass, over all devices.
         tokens: tokens per row.
         chunk: tokens whose full-vocabulary logits exist at once.
-        attention: as in the config; unless it is "xla", 16-bit rows of FUSED_FROM_TOKENS are taken to have no scores.
+        attention: as in the config; unless it is "xla", 16-bit rows of FUSED_FROM_TOKENS or more are taken to use a
+            fused form, which keeps no scores in memory.
         quantize: how the base's matrices are stored (`models.quantize`).
         versions: of the trained weights that are kept beside the newest, to compare log-probabilities with.
         data, fsdp, tensor, expert, sequence: sizes of the mesh.
 
-    Arrays are counted as they are laid out. `activations` are what the backward pass finds kept of all layers, and
-    `working` the greater of what it holds at once at the head and in one layer. Weights that are trained themselves are
-    kept in float32. Beside XLA's own count for GPUs and TPUs: docs/benchmarks/accelerators.md. Of adapters on experts
-    under remat "none", about half of the activations are counted (seen on CPUs; with "dots" and "layer" all are).
+    Arrays are counted as they are laid out. `activations` are kept of all layers for the backward pass; `working` is
+    the greater of what it holds at once at the head and in one layer. Weights that are trained themselves are kept in
+    float32. docs/benchmarks/accelerators.md compares this with XLA's own count for GPUs and TPUs. Of adapters on
+    experts under remat "none", about half of the activations are counted (seen on CPUs; with "dots" and "layer" all
+    are).
     """
     size = DTYPE_BYTES[dtype]
     mesh = AbstractMesh((data, fsdp, expert, sequence, tensor), MESH_AXES)
@@ -72,11 +74,11 @@ def estimate(
     part = _DevicePart(math.ceil(rows / (data * fsdp * expert)), math.ceil(tokens / sequence), size, tensor, expert)
     chunk_tokens = min(chunk, rows * tokens) / (data * fsdp * expert * sequence)
     logits = math.ceil(chunk_tokens * config.vocab_size / tensor) * FLOAT32
-    # Embedding and head, collected over the devices or laid out anew for their products.
+    # Embedding and head, gathered over the devices or laid out anew for their products.
     tables = 2 * config.vocab_size * math.ceil(config.hidden_size / tensor) * size
     head = tables + 2 * logits + 4 * part.values * config.hidden_size * size
     layer = _backward_bytes(config, part) + _gathered_bytes(config, size, shards // tensor, tensor, expert) + trained
-    if sequence > 1:  # a row's sampled hidden states on their way to other devices; keys, values and their gradients
+    if sequence > 1:  # a row's sampled hidden states for other devices; all of its keys, values and their gradients
         head += sequence * part.values * config.hidden_size * size
         layer += 4 * part.rows * tokens * math.ceil(config.kv_size / tensor) * size
     if attention == "xla" or size == FLOAT32 or tokens < FUSED_FROM_TOKENS:
@@ -95,7 +97,7 @@ def estimate(
 
 
 def served_bytes(config: ModelConfig, dtype: str, quantize: str = "") -> int:
-    """Of the weights on an engine: in `dtype`, but for matrices in 8 bits; with fp8 those of experts, too."""
+    """Bytes of the weights on an engine: in `dtype`, except matrices in 8 bits; with fp8, experts are among these."""
     size = DTYPE_BYTES.get(dtype, 2)
     saved = saved_bytes(config, "int8" if quantize else "", size)
     if quantize == "fp8" and (experts := config.experts):  # three maps of each
@@ -105,8 +107,8 @@ def served_bytes(config: ModelConfig, dtype: str, quantize: str = "") -> int:
 
 
 def adapter_slot_bytes(config: ModelConfig, lora: Lora, *, tensor: int, dtype: str) -> int:
-    """Bytes that one adapter takes of each of an engine's `tensor` GPUs: vLLM splits the matrix on that side of a map
-    on which the map itself is split, and keeps the other one whole."""
+    """Bytes that one adapter takes on each of an engine's `tensor` GPUs: of A and B, vLLM splits the one on the side
+    where the map itself is split, and keeps the other whole."""
     values = 0
     for name, parts in adapter_specs(config, lora).items():
         split = "a" if name.endswith(("o_proj", "down_proj")) else "b"
@@ -131,7 +133,7 @@ class _DevicePart:
 
 
 def _local(specs: Iterable[params.ParamSpec], placement: Placement) -> int:
-    """Values of parameters that a device holds."""
+    """Number of parameter values that one device holds."""
     ways = functools.cache(placement.ways)
     return sum(
         math.prod(
@@ -143,7 +145,7 @@ def _local(specs: Iterable[params.ParamSpec], placement: Placement) -> int:
 
 
 def _kept_bytes(config: ModelConfig, part: _DevicePart, remat: str) -> int:
-    """Of one layer, until the backward pass comes to it."""
+    """Bytes that one layer keeps until the backward pass comes to it."""
     query, kv, hidden = config.query_size, config.kv_size, config.hidden_size
     if remat == "layer":
         return part.values * hidden * part.size
@@ -159,7 +161,7 @@ def _kept_bytes(config: ModelConfig, part: _DevicePart, remat: str) -> int:
 
 
 def _backward_bytes(config: ModelConfig, part: _DevicePart) -> int:
-    """Held at once in the backward pass of one layer, which begins with its forward pass."""
+    """Bytes held at once in the backward pass of one layer, which begins with its forward pass again."""
     ffn = config.ffn_size if config.dense_layers else 0
     split = 2 * config.query_size + 2 * config.kv_size + 5 * ffn
     dense = part.values * (math.ceil(split / part.tensor) + 5 * config.hidden_size)
@@ -167,7 +169,7 @@ def _backward_bytes(config: ModelConfig, part: _DevicePart) -> int:
 
 
 def _sparse_values(config: ModelConfig, part: _DevicePart, inner: int, outer: int) -> int:
-    """Values of the rows of chosen experts: so many times an expert's inner size, and the hidden size."""
+    """Values in the rows of chosen experts: `inner` times an expert's inner size and `outer` times the hidden size."""
     if (experts := config.experts) is None:
         return 0
     # Every device has the tokens of its neighbours along `expert`, once per choice.
@@ -177,7 +179,7 @@ def _sparse_values(config: ModelConfig, part: _DevicePart, inner: int, outer: in
 
 
 def _gathered_bytes(config: ModelConfig, size: int, ways: int, tensor: int, expert: int) -> int:
-    """One layer, collected over the axes that split the hidden size while in use."""
+    """Bytes of one layer's maps, gathered over the axes that split the hidden size while in use."""
     if ways == 1:
         return 0
     ffn = 3 * config.hidden_size * config.ffn_size if config.dense_layers else 0
@@ -187,7 +189,8 @@ def _gathered_bytes(config: ModelConfig, size: int, ways: int, tensor: int, expe
 
 
 def _turned_bytes(config: ModelConfig, size: int, shards: int, ways: int) -> int:
-    """Copies of the maps whose outputs are split: XLA turns them once a pass, to collect them along the first axis."""
+    """Bytes of copies of the maps whose outputs are split: XLA transposes them once a pass, to gather along the first
+    axis."""
     if ways == 1:
         return 0
     inputs = config.layers * config.query_size + len(config.dense_layers) * config.ffn_size
@@ -196,7 +199,7 @@ def _turned_bytes(config: ModelConfig, size: int, shards: int, ways: int) -> int
 
 # ----------------------------------------------------------------------------------------------------------- operations
 
-# Dense bfloat16 FLOP/s of one device, from the makers' data sheets; the first name whose words the device's kind has
+# Dense bfloat16 FLOP/s of one device, from the makers' data sheets; the first name that the device's kind has in it
 # counts. A v5e calls itself "TPU v5 lite" and a v5p "TPU v5".
 PEAK_FLOPS = {
     "H200 NVL": 835e12,
@@ -227,8 +230,8 @@ def step_flops(model: ModelConfig, lora: Lora | None, rows: Sequence[TokenRow]) 
     """Model FLOPs of one forward and backward pass over the rows: no recomputation, no padding, causal attention.
 
     A product of [n, in] with [in, out] is 2 n in out. The backward pass costs the same again for the gradient of the
-    input, and once more for that of the weight where it is trained. Attention counts the pairs that are seen; the head
-    only the sampled tokens, which are all that meet it.
+    input, and once more for that of the weight where it is trained. Attention counts the pairs of query and key that
+    are seen; the head only the sampled tokens, since logits are computed for no others.
     """
     lengths = np.array([len(row.tokens) for row in rows], np.float64)
     sampled = float(sum(int(row.sampled.sum()) for row in rows))
@@ -236,6 +239,7 @@ def step_flops(model: ModelConfig, lora: Lora | None, rows: Sequence[TokenRow]) 
     per_base = 2 if lora else 3  # passes over a base matrix
     base = per_base * 2 * tokens * weights_per_token(model)
     head = per_base * 2 * sampled * model.hidden_size * model.vocab_size
+    # Scores and mixed values are 2 products a pair, of 2 query_size operations each; the backward pass has 4.
     attention = 3 * sum(4 * model.query_size * _pairs(lengths, model.window(layer)) for layer in range(model.layers))
     return base + head + attention + (3 * 2 * tokens * _adapter_weights(model, lora) if lora else 0.0)
 

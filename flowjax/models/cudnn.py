@@ -16,20 +16,20 @@ try:
 except ImportError:  # it is private, and may move
     CUDNN: Any = None
 
-PACKED_SEGMENTS = 16  # of one row, at most, for cuDNN, whose time grows with the room set aside for them
+PACKED_SEGMENTS = 16  # most of a row for which cuDNN is used: its time grows with the segments there is room for
 
 
 class _Packed(NamedTuple):
     """The constants of a call."""
 
-    segments: int  # of a row, at most; two or more, as one would be no packing to JAX
+    segments: int  # most in a row; at least two, since JAX takes one for a row without packing
     scale: float
     window_tokens: int | None
     flash: FlashForm  # for rows of more segments
 
 
 class _Kept(NamedTuple):
-    """From the forward pass, for the backward pass."""
+    """Arrays that the forward pass keeps for the backward pass."""
 
     query: jax.Array
     key: jax.Array
@@ -54,9 +54,9 @@ def cudnn_attend(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows tokens heads dim"]:
-    """Attention within the segments of packed rows, by where each starts and how long it is; padding gives zeros.
+    """Attention within the segments of packed rows, by each one's start and length; padding gives zeros.
 
-    Rows with more than PACKED_SEGMENTS segments go through flash attention instead, decided while running.
+    If a row of the batch has more than PACKED_SEGMENTS segments, flash attention is used, which is decided at run time.
     """
     if soft_cap is not None:
         raise ModelError("cuDNN's attention has no soft cap: set config.model.attention to 'xla'")
@@ -72,12 +72,12 @@ def _mix(form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, plac
     return _mix_forward(form, query, key, value, places)[0]
 
 
-# Both kernels keep the same for the backward pass, the result and the sums of weights, and the choice between them lies
-# within each pass: one choice, whose backward pass JAX finds, would keep what each of the two needs.
+# Both kernels keep the same arrays for the backward pass, the result and the sums of weights, and each pass has its own
+# `cond`: JAX's derivative of one `cond` around both would keep what each of the two needs.
 def _mix_forward(form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> tuple:
     forward = functools.partial(_fused_forward, form), functools.partial(_flash_forward, form)
     kept = jax.lax.cond(_few(form, places), *forward, query, key, value, places)
-    mixed, sums = (checkpoint_name(x, "mixed") for x in kept)  # for those who keep what only this pass can give
+    mixed, sums = (checkpoint_name(x, "mixed") for x in kept)  # for the remat policies that keep them
     return mixed, _Kept(query, key, value, places, mixed, sums)
 
 
@@ -90,7 +90,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _few(form: _Packed, places: Places) -> Bool[Array, ""]:
-    """No row has more segments than cuDNN is given room for."""
+    """True if no row has more segments than cuDNN is given room for."""
     return segment_count(places.segments).max() <= form.segments
 
 
@@ -110,7 +110,7 @@ def _fused(form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, se
             sliding_window_length=form.window_tokens,
         )
 
-    # JAX turns the starts of keys into memory offsets by the number of query heads: keys need as many.
+    # JAX computes memory offsets of keys from their starts with the number of query heads: keys need as many heads.
     groups = query.shape[2] // key.shape[2]
     return jax.vjp(run, query, *(jnp.repeat(x, groups, axis=2) for x in (key, value)))
 
@@ -123,8 +123,8 @@ def _fused_forward(form: _Packed, query: jax.Array, key: jax.Array, value: jax.A
 
 
 def _fused_backward(form: _Packed, kept: _Kept, pull: jax.Array) -> tuple[jax.Array, ...]:
-    # JAX's own, with what the forward pass kept in place of what this one would find again: its kernel is then unused,
-    # and left out of the program.
+    # JAX's own backward pass, with the kept results put in place of those that its forward pass gives here again: that
+    # forward kernel is then unused, and XLA leaves it out of the program.
     query, key, value, places, mixed, sums = kept
     again, backward = _fused(form, query, key, value, places.segments)
     arrays, structure = jax.tree.flatten(backward)
@@ -137,14 +137,15 @@ def _fused_backward(form: _Packed, kept: _Kept, pull: jax.Array) -> tuple[jax.Ar
 
 
 def _is_sums(kept: jax.Array, form: _Packed, query: jax.Array) -> bool:
-    """Of what JAX keeps, each query's sum of weights, with room for a whole row of them in each segment."""
+    """True for the one array among those kept by JAX that has each query's sum of weights: a whole row for each
+    segment."""
     rows, tokens, heads, _ = query.shape
     return kept.dtype == jnp.float32 and kept.shape == (rows * form.segments, heads, tokens)
 
 
 def _flash_forward(form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> tuple:
     mixed, log = flash_forward(form.flash, query, key, value, places)
-    return mixed, jnp.pad(log, ((0, log.shape[0] * (form.segments - 1)), (0, 0), (0, 0)))  # as many as cuDNN has
+    return mixed, jnp.pad(log, ((0, log.shape[0] * (form.segments - 1)), (0, 0), (0, 0)))  # to the shape of cuDNN's
 
 
 def _flash_backward(form: _Packed, kept: _Kept, pull: jax.Array) -> tuple[jax.Array, ...]:
@@ -168,7 +169,7 @@ def segment_bounds(
     tokens = segments.shape[1]
     before = jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
     index = jnp.cumsum((segments != before) & (segments != 0), axis=1) - 1
-    owner = jnp.where(segments != 0, index, count)  # padding belongs to nobody: beyond the last
+    owner = jnp.where(segments != 0, index, count)  # padding: beyond the last segment, so in none
     member = owner[:, None, :] == jnp.arange(count)[:, None]
     lengths = member.sum(axis=2, dtype=jnp.int32)
     starts = jnp.where(member, jnp.arange(tokens), tokens).min(axis=2).astype(jnp.int32)

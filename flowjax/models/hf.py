@@ -50,12 +50,12 @@ _LAYER = {
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
 }
-_POST_NORMS = {  # with four norms a layer, Hugging Face's names move
+_POST_NORMS = {  # with four norms a layer (Gemma), post_attention_layernorm is another norm than above
     "attention_post_norm": "post_attention_layernorm.weight",
     "ffn_norm": "pre_feedforward_layernorm.weight",
     "ffn_post_norm": "post_feedforward_layernorm.weight",
 }
-# A scale for each output; inputs are rounded with a scale for each token as they come.
+# Weights have a scale for each output; the engine rounds inputs at run time, with a scale for each token.
 _INT8: dict[str, Any] = {
     "quantization_config": {
         "quant_method": "compressed-tensors",
@@ -76,8 +76,8 @@ _INT8: dict[str, Any] = {
         },
     }
 }
-_ORIGIN = "int8.json"  # in an int8 copy: of what it is one
-_TEXT_PARTS = ("language_model.model.", "model.language_model.")  # of image models, in older and newer folders
+_ORIGIN = "int8.json"  # file in an int8 copy that says what it was made from
+_TEXT_PARTS = ("language_model.model.", "model.language_model.")  # in image models: older and newer folders
 _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
@@ -95,6 +95,7 @@ def hf_names(name: str, config: ModelConfig) -> np.ndarray:
 
 
 def _transposed(name: str) -> bool:
+    """True for linear maps, which are [out, in] in the files and [in, out] here; an embedding is the same in both."""
     return name in ("lm_head", *ALL_TARGETS, *SPARSE)
 
 
@@ -122,7 +123,7 @@ class TensorFolder:
         return name in self._names
 
     def names(self) -> set[str]:
-        """Names of the tensors of the text model, as a model of text alone has them."""
+        """Names of the text model's tensors, without the prefixes that they have in an image model."""
         return set(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -168,8 +169,8 @@ def load_decoder(
 ) -> Decoder:
     """The model of a Hugging Face folder, with a fresh adapter if `lora` is given, its matrices quantised if asked for.
 
-    Weights go from the files straight to the devices that hold them: host memory has one piece at a time, some layers
-    of one parameter's part on one device, of `PIECE_BYTES` unless a single layer is more.
+    Weights go from the files straight to the devices that hold them. Host memory holds one piece at a time: a few
+    layers of one device's part of a parameter, `PIECE_BYTES` at most unless a single layer has more.
 
     Raises:
         ModelError: the folder, a tensor or a shape is not what config.json promises, or the mesh does not divide it.
@@ -230,7 +231,7 @@ def _check_tensors(tensors: TensorFolder, specs: dict[str, ParamSpec], config: M
 def _read_part(tensors: TensorFolder, name: str, spec: ParamSpec, config: ModelConfig, index: Any) -> np.ndarray:
     """One device's part of a parameter: `index` is in our layout, stacked and [in, out]."""
     names = hf_names(name, config)
-    # The first axes choose tensors, by layer and expert; the rest cuts a part out of each, as the file lays it out.
+    # The first axes of the index choose tensors, by layer and expert; the others cut a part out of each in the file.
     names, index = np.asarray(names[index[: names.ndim]]), index[names.ndim :]
     file_index = index[::-1] if _transposed(name) else index
     shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, spec.shape[-len(index) :], strict=True))
@@ -304,16 +305,17 @@ def save_decoder(
 def save_int8(model: str | Path, folder: str | Path, *, largest_code: int = 127) -> None:
     """Write a Hugging Face folder's model anew with its layers' matrices in int8, in vLLM's compressed-tensors format.
 
-    Outputs have a scale each, and round as `flowjax.models.quantize` has them; an engine rounds each token's inputs as
-    it multiplies. Embedding, head, norms and biases stay. The folder is there once all of it is on disk, and says of
-    what it is a copy; a copy of the same is left as it is, one of something else gives way.
+    Each output has a scale and is rounded as in `flowjax.models.quantize`; the engine rounds each token's inputs as it
+    multiplies. Embedding, head, norms and biases stay. The folder appears once it is complete, and says in `int8.json`
+    what it was made from: a copy of the same model is left as it is, one of another model is replaced.
 
     Args:
         largest_code: 63 for engines on CPUs. Those without VNNI add two products in 16 bits before they go on in 32;
-            with codes up to 127 such sums are cut off, and vLLM's products were wrong by a quarter of the largest.
+            with codes up to 127 such sums saturate, and vLLM's products were wrong by a quarter of the largest.
 
     Raises:
-        ModelError: the model has experts, or is not what its config.json promises; or `folder` is there and no copy.
+        ModelError: the model has experts or is not what its config.json promises, or `folder` is there and is no int8
+            copy.
         OSError: it cannot be written; nothing of it is left.
     """
     model, folder = Path(model), Path(folder)
@@ -332,7 +334,7 @@ def save_int8(model: str | Path, folder: str | Path, *, largest_code: int = 127)
         if not (folder / _ORIGIN).exists():
             raise ModelError(f"folder {folder} is there already and no int8 copy: name a new one, or remove it")
         shutil.rmtree(folder)
-    for left in folder.parent.glob(f".{folder.name}.*"):  # by a killed process
+    for left in folder.parent.glob(f".{folder.name}.*"):  # unfinished folders of killed processes
         shutil.rmtree(left, ignore_errors=True)
     matrices = {name for target in ALL_TARGETS if target in specs for name in hf_names(target, config).flat}
 
@@ -371,7 +373,10 @@ def _origin(model: Path, largest_code: int) -> dict[str, Any]:
 
 
 def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path) -> dict[str, str]:
-    """Write safetensors files; returns the file of each tensor. One file alone is called model.safetensors."""
+    """Write safetensors files; returns the file of each tensor. One file alone is called model.safetensors.
+
+    Final names have the number of files in them, so files are renamed at the end.
+    """
     shards: list[list[str]] = []
     pending: dict[str, np.ndarray] = {}
 
@@ -401,7 +406,7 @@ def main() -> None:
     parser.add_argument("--int8", required=True, help="folder to write; a copy of the same is left as it is")
     parser.add_argument("--largest_code", type=int, default=127, help="63 for engines on CPUs")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # in order: a copy that is half there is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exception, at which the unfinished copy is removed
     try:
         save_int8(given.model, given.int8, largest_code=given.largest_code)
     except (ModelError, OSError, safetensors.SafetensorError) as error:

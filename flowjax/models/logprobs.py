@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens without ever holding the logits of all of them."""
+"""Log-probabilities of chosen tokens without ever holding the logits of all tokens at once."""
 
 import functools
 
@@ -18,15 +18,15 @@ def token_logprobs(
     soft_cap: float | None = None,
     frozen_head: bool = False,
 ) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
-    """log softmax(hidden @ head / temperature)[target] and the entropy of that distribution, in float32 nats.
+    """log softmax(hidden @ head / temperature)[target] and the entropy of that distribution, both [n], in float32 nats.
 
     At most `chunk_tokens` rows of logits exist at once, in the backward pass too: each chunk is recomputed there
     (jax.checkpoint), which costs one more product with the head. Entropies are zeros unless asked for. With
     `soft_cap` (the model's `config.logit_soft_cap`) logits become cap * tanh(logit / cap) before the temperature.
 
     `frozen_head` says that gradients are wanted for `hidden` alone, and through the log-probabilities alone: each
-    token's gradient is then found in the forward pass, while its logits are there, and nothing is recomputed.
-    Everything else counts as constant.
+    token's gradient is then computed in the forward pass, while its logits are there, and nothing is recomputed. All
+    else counts as constant, the entropy too.
     """
     n, d = hidden.shape
     chunks = max(1, -(-n // chunk_tokens))
@@ -70,6 +70,7 @@ def _score(
     logprobs = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1) - normaliser
     if not entropy:
         return logprobs, jnp.zeros_like(logprobs)
+    # H = -sum p log p = normaliser - sum p logit
     mean_logit = jnp.sum(jnp.exp(logits - normaliser[:, None]) * logits, axis=-1)
     return logprobs, normaliser - mean_logit
 
@@ -118,7 +119,7 @@ def _score_ahead_backward(
     entropy: bool, soft_cap: float | None, gradient: jax.Array, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
     del entropy, soft_cap
-    # None for targets, head and temperature, which are constants here. The entropy's cotangent is left out: it is too.
+    # None for targets, head and temperature, which are constants here, as is the entropy, whose cotangent is ignored.
     return (cotangents[0][:, None] * gradient).astype(gradient.dtype), None, None, None
 
 

@@ -25,8 +25,8 @@ PEFT_PREFIX = "base_model.model."
 class Lora:
     """An adapter: its rank and strength, and the linear maps that have it.
 
-    The maps of a feed-forward layer are those of each expert where it has experts; `router` is the map that chooses
-    between them.
+    In layers with experts, the targets of the feed-forward map are those of each expert; `router` is the map that
+    chooses between experts.
     """
 
     rank: int
@@ -93,7 +93,7 @@ def adapted(config: ModelConfig, lora: Lora) -> tuple[str, ...]:
 
 @functools.cache
 def adapter_specs(config: ModelConfig, lora: Lora) -> Mapping[str, dict[str, ParamSpec]]:
-    """The stacked adapter arrays in float32, by parameter: {"a": [layers, in, rank], "b": [layers, rank, out]}, of
+    """The stacked adapter arrays in float32, by parameter: {"a": [layers, in, rank], "b": [layers, rank, out]}; for
     experts [layers, experts, ...].
 
     B starts at zero, so that a fresh adapter changes nothing. Raises ModelError as `adapted` does.
@@ -130,8 +130,8 @@ def lora_linear(
 ) -> Float[Array, "tokens out"]:
     """x W + scale * (x A) B as one product, x (W + scale * A B).
 
-    Saves two passes over the outputs, forward and backward. For float32 only: in bfloat16 the sum of matrices would
-    lose most of a small adapter.
+    Saves two passes over the outputs, forward and backward. For float32 only: in bfloat16 the sum W + scale * A B would
+    round most of a small adapter away.
     """
     return x @ (w + scale * (a @ b))
 
@@ -146,7 +146,8 @@ def _lora_linear_forward(
 
 
 def _lora_linear_backward(saved: _Saved, gradient: Array) -> tuple[Placeable, ...]:
-    """Of A and B through their narrow side: the gradient of W, as large as W, is only there for who asks for it."""
+    """Gradients of A and B by way of their narrow side, and not of the gradient of W, which is as large as W. That is a
+    product of its own, which XLA drops where W is frozen."""
     x, w, a, b, scale = saved
     low, low_gradient = x @ a, gradient @ b.T
     of_x = gradient @ (w + scale * (a @ b)).T

@@ -1,7 +1,7 @@
 """Nano models: a small Qwen3 with a tokenizer of the world's own vocabulary, as a Hugging Face folder.
 
-The vocabulary is words, at whose white space texts are split: for a policy, whose prompts are made of such words. Or it
-is pieces, whose texts one after the other are the text: for a model that is asked in ordinary sentences.
+The vocabulary is words, and texts are split at white space: for a policy, whose prompts are made of such words. Or it
+is pieces, spaces included, which joined give the text again: for a model that is asked in ordinary sentences.
 """
 
 import json
@@ -25,7 +25,7 @@ VOCAB_MULTIPLE = 64
 # The prompt is the contents of the messages and nothing else: every token counts at this size.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %} {% endif %}{% endfor %}"
 PIECES_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\\n\\n' }}{% endfor %}"
-# What a text is split into where no longer piece begins: words and digits with the space before them, single signs.
+# Pieces of a text where none of the vocabulary's longer ones begins: words and digits with the space before, signs.
 _SMALL_PIECE = r" ?[A-Za-z_]+| ?[0-9]|\n+|[^\n]"
 _SPECIAL_SIGN = re.compile(r"([\\.^$|?*+()\[\]{}/#&~-])")
 
@@ -76,8 +76,8 @@ def nano_config(vocab_size: int, **shape: Any) -> ModelConfig:
 def build_tokenizer(words: Sequence[str], folder: str | Path, *, pieces: bool = False) -> int:
     """Write a tokenizer that splits at whitespace and knows exactly `words`; returns the number of tokens.
 
-    With `pieces` it splits at the longest of `words` that begins at a place, whole sentences among them, and otherwise
-    at words, digits and signs; a text that it knows is the same after encoding and decoding.
+    With `pieces` it takes at each place the longest of `words` that begins there, which may be a whole sentence, and
+    otherwise a word, digit or sign. A text of known pieces is the same after encoding and decoding.
 
     Ids are <pad> 0, <eos> 1, <unk> 2, then the words in order. transformers' AutoTokenizer and vLLM read the files.
 
@@ -95,6 +95,7 @@ def build_tokenizer(words: Sequence[str], folder: str | Path, *, pieces: bool = 
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     if pieces:
         longer = sorted((word for word in words if not re.fullmatch(_SMALL_PIECE, word)), key=len, reverse=True)
+        # Longest first: a regular expression takes the first alternative that fits.
         patterns = [*(_SPECIAL_SIGN.sub(r"\\\1", word) for word in longer), _SMALL_PIECE]
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(patterns)), "isolated")
         tokenizer.decoder = decoders.Fuse()

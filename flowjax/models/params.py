@@ -17,8 +17,8 @@ from jaxtyping import Array
 from flowjax.models.shape import ModelConfig
 
 Initializer = Callable[..., jax.Array]
-# JAX's once it is placed or traced; numpy's on the host, and where JAX hands on a constant of the program. Type
-# checkers know the former alone, where the arithmetic is.
+# An array of JAX once it is placed or traced; of numpy on the host, and where JAX passes a constant of the program on.
+# Type checkers see JAX's alone, whose arithmetic the code uses.
 if TYPE_CHECKING:
     Placeable = Array
 else:
@@ -37,7 +37,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Normal:
-    """N(0, std^2). A dataclass and no closure: equal parameters then share one compiled initialiser."""
+    """N(0, std^2). A dataclass, not a closure, so that equal ones hash alike and share one compiled initialiser."""
 
     std: float
 
@@ -55,7 +55,7 @@ zeros = jax.nn.initializers.zeros
 
 def matrix_sizes(config: ModelConfig) -> dict[str, tuple[tuple[int, str | None], tuple[int, str | None]]]:
     """(size, logical axis) of input and output of every linear map in a layer, by the parameter's name: Hugging Face's,
-    but for router and experts. One expert's map where there are several."""
+    except for router and experts. For experts, the map of a single one."""
     embed, heads = (config.hidden_size, "embed"), (config.query_size, "heads")
     kv_heads, ffn = (config.kv_size, "kv_heads"), (config.ffn_size, "ffn")
     maps: dict[str, tuple[tuple[int, str | None], tuple[int, str | None]]] = {
@@ -82,7 +82,7 @@ def owners(name: str, config: ModelConfig) -> tuple[int, ...]:
 
 
 def stacked_experts(name: str, config: ModelConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Sizes and logical axes that a linear map's arrays have beside those of its matrix in one layer."""
+    """Sizes and logical axes before those of its matrix that a linear map's arrays have in one layer: the experts'."""
     return ((config.experts.count,), ("experts",)) if name in EXPERT and config.experts else ((), ())
 
 
@@ -127,7 +127,7 @@ def outer_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpec]:
 
 # --------------------------------------------------------------------------- layers as few scans over repeating periods
 
-LONGEST_PERIOD = 8  # a scan's body holds so many layers at most
+LONGEST_PERIOD = 8  # most layers in a scan's body, which is compiled once
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Weight-only quantisation of a frozen base: int8 columns, or 4-bit NormalFloat blocks as in QLoRA (arXiv 2305.14314).
 
-Matrices are stored small and made whole again where they are multiplied, one layer at a time; the backward pass makes
-them whole anew instead of keeping them. Embedding, head, norms, biases and experts stay as they are.
+Matrices are stored in codes and dequantised where they are multiplied, one layer at a time; the backward pass
+dequantises them again instead of keeping them. Embedding, head, norms, biases and experts stay as they are.
 """
 
 import functools
@@ -38,7 +38,7 @@ class QuantizedMatrix:
     scales: float32 [..., blocks, out].
     """
 
-    codes: Any  # as the scales unchecked: JAX builds one of whatever it has for leaves, float0 where it is a gradient
+    codes: Any  # unchecked, as `scales`: JAX also builds one of other leaves, such as float0 in a gradient
     scales: Any
     kind: str
     dtype: Any = field(default=jnp.float32)
@@ -91,7 +91,7 @@ _product.defvjp(_forward, _backward)
 
 
 def quantized_matrix(matrix: Float[Array, "layers in out"], kind: str) -> QuantizedMatrix:
-    """The nearest codes, laid out over devices as the matrices are.
+    """The matrices in their nearest codes, laid out over devices as they are.
 
     int8: one scale a column, error at most scale / 2; nf4: one scale for each block of a column.
 
@@ -121,7 +121,7 @@ def _blocks(kind: str, inputs: int) -> int:
 
 @functools.cache
 def _quantizer(kind: str, sharding: NamedSharding | None, blocks: int) -> Any:
-    """Codes and scales of a stack so far (None: none yet), with one more layer."""
+    """A jitted function that adds a layer's codes and scales to those of the stack so far (None: none yet)."""
     shardings = None
     if sharding is not None:
         layers, inputs, outputs = (*sharding.spec, *[None] * 3)[:3]
@@ -149,7 +149,7 @@ def _codes(matrix: jax.Array, *, kind: str) -> tuple[jax.Array, jax.Array]:
         return jnp.round(values).astype(jnp.int8), scales
     # The nearest of the 16 values: how many of the middles between neighbours lie below.
     between = (np.array(NF4_VALUES[1:]) + np.array(NF4_VALUES[:-1])) / 2
-    # Summed one by one, in one pass over the values: a search would hold several arrays of their size.
+    # Compared with one middle after the other: a binary search would hold several arrays of the values' size.
     codes = jnp.zeros(values.shape, jnp.uint8)
     for middle in between:
         codes += (values > np.float32(middle)).astype(jnp.uint8)
@@ -158,7 +158,7 @@ def _codes(matrix: jax.Array, *, kind: str) -> tuple[jax.Array, jax.Array]:
 
 
 def saved_bytes(config: ModelConfig, kind: str, number_bytes: int) -> int:
-    """Bytes that quantisation saves of a base, by plain arithmetic, where a number takes `number_bytes`."""
+    """Bytes that quantisation saves of a base whose numbers take `number_bytes` each, by arithmetic alone."""
     if not kind:
         return 0
     saved = 0

@@ -13,7 +13,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of rotary wavelengths: long ones by `factor`, short ones not, a ramp between."""
+    """Llama 3's scaling of rotary wavelengths: long ones times `factor`, short ones kept, a ramp between."""
 
     factor: float
     low_frequency_factor: float
@@ -23,19 +23,19 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """All wavelengths longer by `factor` (position interpolation, arXiv 2306.15595)."""
+    """All wavelengths times `factor` (position interpolation, arXiv 2306.15595)."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): a ramp between stretched and kept wavelengths, and sharper attention."""
+    """YaRN (arXiv 2309.00071): a ramp between scaled and kept wavelengths, and sharper attention."""
 
     factor: float
     original_max_positions: int
     fast_turns: float = 32.0  # dimensions that turn more often than this over the original length are kept
-    slow_turns: float = 1.0  # those that turn less often are stretched by `factor`
+    slow_turns: float = 1.0  # those that turn less often have their wavelength times `factor`
     attention_factor: float | None = None  # multiplies cosine and sine; None is 0.1 ln(factor) + 1
     truncate: bool = True  # round the ramp's ends to whole dimensions
 
@@ -73,13 +73,13 @@ class ModelConfig:
     qk_norm: bool = True  # RMSNorm over each head of q and k, before RoPE
     qkv_bias: bool = False
     sliding_window_tokens: int | None = None
-    full_attention_layers: tuple[int, ...] = ()  # layers that the sliding window does not bind
-    window_rope_theta: float | None = None  # rotary base of the layers with a window, if it differs; never stretched
+    full_attention_layers: tuple[int, ...] = ()  # layers without the sliding window
+    window_rope_theta: float | None = None  # rotary base of the layers with a window, if it differs; never scaled
     activation: Activation = "silu"
     norm_offset: float = 0.0  # Gemma's norms multiply by 1 + weight
-    post_norms: bool = False  # Gemma also normalises what attention and feed-forward map return
+    post_norms: bool = False  # Gemma also normalises the results of attention and feed-forward map
     embedding_scale: float = 1.0
-    attention_scale: float | None = None  # of q k; None is 1 / sqrt(head_dim)
+    attention_scale: float | None = None  # factor of q . k; None is 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     logit_soft_cap: float | None = None
     experts: Experts | None = None
@@ -125,16 +125,16 @@ class ModelConfig:
         return tuple(layer for layer in range(self.layers) if layer not in sparse)
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a query of the layer sees back to, itself included; None sees all."""
+        """Most keys that a query of the layer sees, its own token included; None: all earlier ones."""
         return None if layer in self.full_attention_layers else self.sliding_window_tokens
 
     @property
     def longest_context(self) -> int:
-        """Tokens that an engine serves at most: the positions, as many times over as their scaling adds."""
+        """Most tokens that an engine serves in one sequence: the positions, times the factor of their scaling."""
         match self.rope_scaling:
-            case LinearScaling(factor) if self.window_rope_theta is None:  # Gemma 3 counts them already
+            case LinearScaling(factor) if self.window_rope_theta is None:  # Gemma 3's positions have the factor in them
                 return int(self.max_positions * factor)
-            case YarnScaling():  # whose positions are the longer ones in some folders, the original ones in others
+            case YarnScaling():  # some folders give the scaled number of positions, others the original one
                 return max(self.max_positions, int(self.rope_scaling.original_max_positions * self.rope_scaling.factor))
         return self.max_positions
 

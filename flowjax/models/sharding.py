@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, Shaped
 
 from flowjax.models.shape import ModelConfig, ModelError
 
-MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")  # neighbours on the last axis talk most
+MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")  # neighbouring devices are on the last, which talks most
 ROW_AXES = ("data", "fsdp", "expert")  # rows of a batch are split over these
 MeshAxes = str | tuple[str, ...] | None
 
@@ -24,9 +24,9 @@ class ShardingRules:
 
     The first block names dimensions of parameters, the second those of activations. The defaults are fully sharded
     data parallelism with Megatron's tensor parallelism: parameters are split along the hidden size over every axis
-    that splits the batch within a replica, and over `tensor` along heads, feed-forward and vocabulary; experts are
-    spread over the former, and over `expert` alone while in use. Rows are split over `data`, `fsdp` and `expert`, the
-    tokens of a row over `sequence`.
+    that splits the batch within a replica (`fsdp`, `expert`, `sequence`), and over `tensor` along heads, feed-forward
+    and vocabulary. Experts are stored split over the former axes, and over `expert` alone while in use. Rows are split
+    over `data`, `fsdp` and `expert`, the tokens of a row over `sequence`.
     """
 
     layers: MeshAxes = None
@@ -89,8 +89,11 @@ class Placement:
     rules: ShardingRules = field(default_factory=ShardingRules)
 
     def of(self, axes: Sequence[str | None]) -> NamedSharding:
-        """Layout of an array with these axes, without mesh axes of one device, which split nothing: JAX names what a
-        program returns in the shortest way, and another name for the same would compile the next program again."""
+        """Layout of an array with these logical axes.
+
+        Mesh axes of one device split nothing, and are left out: JAX gives a program's results the shortest of equal
+        specs, and arrays with a longer one would compile the next program anew.
+        """
         split = [
             tuple(name for name in _as_tuple(entry) if self.mesh.shape[name] > 1) for entry in self.rules.spec(axes)
         ]
@@ -100,7 +103,7 @@ class Placement:
 
     @property
     def device(self) -> Any:
-        """One of the mesh's devices, for what depends on their kind; a device that is here where there are none yet."""
+        """One of the mesh's devices, for choices by their kind; for a mesh without devices, one of this process."""
         return self.mesh.devices.flat[0] if isinstance(self.mesh, Mesh) else jax.devices()[0]
 
     def axes(self, axis: str) -> tuple[str, ...]:
@@ -154,10 +157,10 @@ class Placement:
 def take_tokens(
     x: Shaped[Array, "rows tokens *rest"], places: Int[Array, "rows n"], placement: Placement | None
 ) -> Shaped[Array, "rows_by_n *rest"]:
-    """x[row, place] for every place of a row, rows and places as one axis; `split_tokens` takes it apart again.
+    """x[row, place] for every place of a row, rows and places as one axis; `split_tokens` splits that axis again.
 
-    Where tokens are split over devices, so are the places, whose number they divide: each device gets its part of every
-    row's places, sent by those that hold the tokens (reduce-scatter), and the axis has the order of the devices.
+    Where tokens are split over devices, so are the places, a multiple of them in number: each device gets its part of
+    every row's places from the devices that hold the tokens (reduce-scatter), and the axis is in order of devices.
     """
     places = places.reshape(*places.shape, *(1,) * (x.ndim - 2))
     if placement is None or placement.ways("tokens") == 1:
@@ -165,6 +168,7 @@ def take_tokens(
     axes = placement.axes("tokens")
 
     def of_part(x: jax.Array, places: jax.Array) -> jax.Array:
+        # Each device fills in the tokens that it holds, and zeros for the others: their sum has every token.
         local = places - jax.lax.axis_index(axes) * x.shape[1]
         here = (local >= 0) & (local < x.shape[1])
         found = jnp.where(here, jnp.take_along_axis(x, jnp.where(here, local, 0), axis=1), 0)
@@ -178,7 +182,7 @@ def take_tokens(
 def split_tokens(
     x: Shaped[Array, "rows_by_n *rest"], rows: int, placement: Placement | None
 ) -> Shaped[Array, "rows n *rest"]:
-    """Rows and places as two axes again, of what was made of `take_tokens` place by place; split by rows alone."""
+    """Rows and places as two axes again, of an array made place by place from `take_tokens`; split by rows alone."""
     if placement is None or placement.ways("tokens") == 1:
         return x.reshape(rows, -1, *x.shape[1:])
     local = rows // placement.ways("rows")
@@ -188,7 +192,7 @@ def split_tokens(
         in_specs=_merged(placement),
         out_specs=placement.rules.spec(("rows", "tokens")),
     )
-    return jax.lax.with_sharding_constraint(apart(x), placement.of(("rows",)))  # as other arrays by sampled token lie
+    return jax.lax.with_sharding_constraint(apart(x), placement.of(("rows",)))  # like other arrays by sampled token
 
 
 def _merged(placement: Placement) -> PartitionSpec:
@@ -248,7 +252,7 @@ def place(tree: Any, mesh: Mesh) -> Any:
     sharding = NamedSharding(mesh, PartitionSpec(ROW_AXES))
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)
-    # Local data of the global shape is taken for the whole array, of which each process keeps its devices' part.
+    # Local data that has the global shape is taken as the whole array: each process keeps its devices' part of it.
     return jax.tree.map(
         lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf), np.shape(leaf)), tree
     )
