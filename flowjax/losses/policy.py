@@ -262,7 +262,10 @@ def _gspo(tokens: _Tokens, options: LossOptions) -> Surrogate:
 
 
 def _sapo(tokens: _Tokens, options: LossOptions) -> Surrogate:
-    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of the clip. SAPO (arXiv 2511.20347)."""
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of the clip. SAPO (arXiv 2511.20347).
+
+    By the factor 4 / tau its slope at r = 1 is that of -A r.
+    """
     tau = jnp.where(tokens.advantages > 0, options.tau_positive, options.tau_negative)
     gate = (4.0 / tau) * jax.nn.sigmoid(tau * (jnp.exp(tokens.log_ratio) - 1.0))
     return Surrogate(-tokens.advantages * gate, jnp.zeros(gate.shape, bool))

@@ -236,12 +236,12 @@ def _window(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | 
     types = raw.get("layer_types")
     if types:
         full = tuple(layer for layer, kind in enumerate(types) if kind == FULL)
-    elif family.gemma:
+    elif family.gemma:  # the last layer of each period has no window
         period = int(raw["sliding_window_pattern"])
         full = tuple(range(period - 1, layers, period))
     elif family.class_name == "MistralForCausalLM" or family.class_name == "Qwen3MoeForCausalLM":
         full = ()
-    else:
+    else:  # Qwen: the first `max_window_layers` layers have none, whatever the name says
         full = tuple(range(min(int(raw["max_window_layers"]), layers)))
     if len(full) == layers or family.class_name == "LlamaForCausalLM":
         return None, ()
@@ -272,6 +272,7 @@ def _experts(raw: Mapping[str, Any], layers: int) -> Experts:
         per_token=int(raw["num_experts_per_tok"]),
         ffn_size=int(raw["moe_intermediate_size"]),
         normalise=bool(raw.get("norm_topk_prob", False)),
+        # Experts are in every `every`-th layer, counted from 1, unless it is listed as dense.
         dense_layers=tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % every),
     )
 
@@ -355,6 +356,8 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     scaled = _scaling_fields(config.rope_scaling)
     rope = {"rope_theta": config.rope_theta, **scaled}
     eos = config.eos_token_ids
+    # Both names of some fields: transformers 5 reads rope_parameters and dtype, transformers 4 rope_theta, rope_scaling
+    # and torch_dtype.
     fields = {
         "architectures": [family.class_name],
         "model_type": config.architecture,
@@ -414,7 +417,7 @@ def _window_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
 def _gemma_fields(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": round((config.attention_scale or config.head_dim**-0.5) ** -2),
+        "query_pre_attn_scalar": round((config.attention_scale or config.head_dim**-0.5) ** -2),  # inverse of `_gemma`
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
     }

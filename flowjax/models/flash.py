@@ -120,6 +120,7 @@ def seen_keys(
     place = jnp.arange(keys, dtype=jnp.int32)
     if segments.shape[1] == keys:  # the queries are the row's own tokens
         begins = segments != jnp.pad(segments, ((0, 0), (1, 0)))[:, :-1]
+        # A running maximum carries the place where a segment begins on to its later tokens.
         first, last = jax.lax.cummax(jnp.where(begins, place, 0), axis=1), jnp.broadcast_to(place, segments.shape)
     else:  # a part of them: each looks for itself among the keys (XLA makes no array of [queries, keys] of this)
         same = segments[:, :, None] == key_segments[:, None]

@@ -259,6 +259,7 @@ def _stream(read: Callable[[Any], np.ndarray], spec: ParamSpec, index: Any, devi
     return array
 
 
+# Donated, so that the piece is written in place: otherwise the part would be in memory twice.
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_piece(array: jax.Array, piece: jax.Array, first: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(array, piece, first, axis=0)

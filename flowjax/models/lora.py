@@ -36,7 +36,7 @@ class Lora:
     dropout: float = 0.0  # probability that an input of the adapter branch is zeroed in training
 
     def __post_init__(self):
-        object.__setattr__(self, "targets", tuple(self.targets))
+        object.__setattr__(self, "targets", tuple(self.targets))  # a config's list would not hash, as caches need
         known = (*ALL_TARGETS, "router")
         unknown = [target for target in self.targets if target not in known]
         if unknown or not self.targets:
@@ -75,6 +75,7 @@ def adapted(config: ModelConfig, lora: Lora) -> tuple[str, ...]:
     known = matrix_sizes(config)
     found: list[str] = []
     for target in lora.targets:
+        # In a model that has dense layers beside those with experts, a target is both maps.
         names = [name for name in (target, f"expert_{target}") if name in known and owners(name, config)]
         if not names:
             raise ModelError(
@@ -116,6 +117,7 @@ def lora_branch(
     scale: float | Float[Array, ""],
 ) -> Float[Array, "*tokens out"]:
     """scale * (x A) B in the precision of x; the scale itself is not rounded to it."""
+    # Scaled between the products, where a token has `rank` numbers and not `out`.
     low = (x @ a.astype(x.dtype)) * jnp.asarray(scale, jnp.float32)
     return low.astype(x.dtype) @ b.astype(x.dtype)
 
@@ -174,6 +176,7 @@ def adapter_arrays(state: Any) -> dict[str, dict[str, Any]]:
             node = node.get_value()
         if isinstance(node, Mapping):
             for name, child in node.items():
+                # "adapter" and "value" are levels of nnx and of checkpoints, and no names of parameters.
                 visit(child, (*path, str(name)) if name not in ("adapter", "value") else path)
         else:
             flat[path[-2], path[-1]] = node

@@ -245,7 +245,7 @@ def resolve_mesh(stated: Mapping[str, int], device_count: int) -> dict[str, int]
 
 
 def place(tree: Any, mesh: Mesh) -> Any:
-    """Put host arrays on the devices, their first axis split over the axes that split rows.
+    """Put host arrays on the devices, their first axis split over `ROW_AXES`.
 
     Every process has the whole arrays and takes its own part of them.
     """

@@ -67,6 +67,7 @@ def make_optimizer(config: ConfigDict, updates: int, trained: Arrays | None = No
     steps: dict[Hashable, optax.GradientTransformation] = {
         index: _named(config, updates, settings) for index, (_, settings) in enumerate(rules)
     }
+    # Clipped before the rules split the parameters: the norm is that of the whole gradient.
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), optax.partition(steps, tree))
 
 
@@ -145,6 +146,7 @@ def _named(config: ConfigDict, updates: int, settings: Mapping[str, Any]) -> opt
         return optax.adamw(rate, b1=b1, b2=b2, weight_decay=decay)
     if config.name == "muon":
         # Updates as large as Adam's (root mean square 0.2, arXiv 2502.16982), so that one learning rate fits both.
+        # The betas are Adam's, for parameters that are no matrices; Muon's momentum is optax's default of 0.95.
         b1, b2 = config.betas
         return muon(
             rate,

@@ -74,6 +74,7 @@ def _is_made_like(folder: Path, base: Base) -> bool:
     made, note = read_config(folder), folder / TAUGHT_FILE
     taught = json.loads(note.read_text()) if note.exists() else None  # a model that is not of our making has no note
     same_shape = made == nano_config(made.vocab_size, **(base.model.nano or {}))
+    # Compared by way of JSON, as the note was written: there tuples are lists.
     return same_shape and taught in (None, json.loads(base.warm_start.to_json()))
 
 
@@ -88,7 +89,7 @@ def build_base(run: Run, base: Base) -> None:
         raise ConfigError(f"config.model.path {base.model.path} is missing and config.model.nano gives no shape")
     folder = Path(base.model.path)
     partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     kind = find_world(config.env.name)
     world = kind(**config.env.options.to_dict())
     executor = is_executor(run, base.name, world)
@@ -224,6 +225,7 @@ def _imitation(run: Run, base: Base, lessons: Sequence[TokenRow] = ()) -> Run:
     """
     config, warm = run.config, base.warm_start
     settings = ConfigDict(config.to_dict())
+    # Nothing of the run's policies, bases and agents: the base that is made is the only policy.
     settings.policies = settings.bases = settings.agents = ConfigDict()
     settings.model = ConfigDict(base.model.to_dict())
     settings.policy.base = BASE_NAME
@@ -236,6 +238,7 @@ def _imitation(run: Run, base: Base, lessons: Sequence[TokenRow] = ()) -> Run:
     if lessons:
         lengths = [len(row.tokens) for row in lessons]
         row_tokens = 1 << (max(lengths) - 1).bit_length()
+        # As many rows as a batch of mean length fills, and some more: most batches are then one micro-batch.
         rows = _ROOM * warm.batch_rows * sum(lengths) / len(lengths) / row_tokens
         settings.trainer.update({"row_tokens": row_tokens, "trim_micro_batches": False})
         reply_tokens = max(int(row.sampled.sum()) for row in lessons)
