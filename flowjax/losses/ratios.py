@@ -94,7 +94,7 @@ def mismatch_metrics(
     """Distances of the trainer's log-probabilities from the engine's on the tokens that the engine sampled.
 
     With d = log pi_trainer - log mu_engine on tokens sampled from mu: k1 = -d and k3 = exp(d) - 1 - d estimate
-    KL(mu || pi). All are sums over tokens, to be divided by `tokens`, but for the maximum.
+    KL(mu || pi). All but the maximum are sums over tokens, to be divided by `tokens`.
     """
     difference = jnp.where(mask, trainer_logprobs - engine_logprobs, 0.0).astype(jnp.float32)
     bounded = jnp.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)

@@ -16,7 +16,7 @@ try:
 except ImportError:  # it is private, and may move
     CUDNN: Any = None
 
-PACKED_SEGMENTS = 16  # most of a row for which cuDNN is used: its time grows with the segments there is room for
+PACKED_SEGMENTS = 16  # most segments of a row for which cuDNN is used: its time grows with the room set aside for them
 
 
 class _Packed(NamedTuple):
@@ -95,7 +95,7 @@ def _few(form: _Packed, places: Places) -> Bool[Array, ""]:
 
 
 def _fused(form: _Packed, query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> tuple:
-    """cuDNN's mixed values and a function from their gradient to those of queries and repeated keys and values."""
+    """cuDNN's mixed values, and a function from their gradient to those of queries and of repeated keys and values."""
     lengths, starts = segment_bounds(segments, form.segments)
 
     def run(*inputs: jax.Array) -> Any:

@@ -370,7 +370,7 @@ def rms_norm(
 
 
 def base_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, params.ParamSpec]:
-    """Every base parameter, those of the layers by their own names."""
+    """Every base parameter by name: those outside the layers, and the stacked ones of the layers."""
     return {**params.outer_specs(config, dtype), **params.layer_specs(config, dtype)}
 
 

@@ -170,7 +170,7 @@ def _query_blocks(seen: _SeenKeys, blocks: _Blocks, keys: int) -> Int[Array, "ro
     number = jnp.arange(some.shape[2], dtype=jnp.int32)
     start = jnp.where(some, number, number.size).min(axis=2)
     stop = jnp.where(some, number + 1, 0).max(axis=2)
-    # The unmasked blocks are one run: from the first of them to the first that is none again.
+    # The unmasked blocks are one run: from the first of them up to the next masked one.
     full_start = jnp.where(every, number, number.size).min(axis=2)
     after = ~every & (number > full_start[:, :, None])
     return _ordered(start, full_start, jnp.where(after, number, number.size).min(axis=2), stop)

@@ -82,13 +82,13 @@ def owners(name: str, config: ModelConfig) -> tuple[int, ...]:
 
 
 def stacked_experts(name: str, config: ModelConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Sizes and logical axes before those of its matrix that a linear map's arrays have in one layer: the experts'."""
+    """Sizes and logical axes, for experts alone, that a linear map's arrays in one layer have before the matrix's."""
     return ((config.experts.count,), ("experts",)) if name in EXPERT and config.experts else ((), ())
 
 
 @functools.cache  # a planner asks thousands of times
 def layer_specs(config: ModelConfig, dtype: DTypeLike) -> Mapping[str, ParamSpec]:
-    """The stacked parameters of all layers; those of one kind of layer are stacked over the layers of that kind."""
+    """The stacked parameters of all layers; one that some layers lack is stacked over the layers that have it."""
     std = 0.02
     residual_std = std / (2 * config.layers) ** 0.5  # GPT-2: the residual sum of 2 * layers branches keeps its scale
     norm = zeros if config.norm_offset else ones
@@ -132,7 +132,7 @@ LONGEST_PERIOD = 8  # most layers in a scan's body, which is compiled once
 
 @dataclass(frozen=True)
 class Block:
-    """Layers start, start + 1, ...: those of one period, with experts (True) or without, `repeats` times over."""
+    """`repeats` periods of layers, from `start` on; `sparse` is one period, True for a layer with experts."""
 
     start: int
     sparse: tuple[bool, ...]

@@ -32,7 +32,7 @@ NF4_VALUES = (
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["kind", "dtype"])
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """[..., in, out] as codes and scales; `x @ matrix` is x times what they stand for.
+    """A matrix [..., in, out] as codes and scales; `x @ matrix` is x times the dequantised matrix.
 
     codes: int8 [..., in, out], or for nf4 uint8 [..., in / 2, out] with inputs 2i and 2i + 1 in the low and high half.
     scales: float32 [..., blocks, out].

@@ -64,7 +64,7 @@ class MicroBatch:
     `tokens` are counted from the start of a row; `sampled` are slots for its sampled tokens alone, which are all that
     have a loss. `places` are their indices in the row; a token is predicted from the place before it.
     `sequences` number the sequences of the micro-batch from 0, for losses that average over a sequence first;
-    `trajectory_tokens` are the sampled tokens of each token's whole trajectory, for those that average over that.
+    `trajectory_tokens` count the sampled tokens of each token's whole trajectory, for losses that average over that.
     """
 
     tokens: Int[Placeable, "rows tokens"]

@@ -17,7 +17,7 @@ Arrays = Any
 NAMES = ("adamw", "muon", "sgd")
 SCHEDULES = ("constant", "cosine", "linear")
 _RULE_SETTINGS: dict[str, Any] = {"learning_rate_scale": NotNegative, "weight_decay": NotNegative, "frozen": bool}
-_NOT_MATRICES = ("embedding", "lm_head")  # Muon is for maps between hidden states; a table of rows is none
+_NOT_MATRICES = ("embedding", "lm_head")  # Muon is for maps between hidden states, not for tables of rows
 _HOST_MEMORY = "pinned_host"
 
 

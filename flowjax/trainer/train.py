@@ -214,7 +214,8 @@ def _initialize(*known: Any) -> None:
 
 
 def make_models(run: Run, mesh: Mesh, trained: Collection[str] | None = None) -> dict[str, Decoder]:
-    """The models of the policies that are trained here (None: all): one base that they share, with an adapter for each.
+    """The models of the policies that are trained here (None: all): their base with an adapter for each, or, where all
+    weights are trained, the base itself.
 
     Raises:
         ConfigError: a policy trains all weights of a base that others share, or the policies have several bases.

@@ -244,7 +244,7 @@ def _imitation(run: Run, base: Base, lessons: Sequence[TokenRow] = ()) -> Run:
         reply_tokens = max(int(row.sampled.sum()) for row in lessons)
         settings.rollout.update({"max_prompt_tokens": row_tokens - reply_tokens, "max_new_tokens": reply_tokens})
         settings.trainer.micro_batch_rows = _ROWS_MULTIPLE * math.ceil(rows / _ROWS_MULTIPLE)
-    settings.optimizer = default_config().optimizer  # the recipe's is for what it trains
+    settings.optimizer = default_config().optimizer  # not the recipe's, which is for the policies that it trains
     settings.optimizer.update(
         {
             "learning_rate": warm.learning_rate,
