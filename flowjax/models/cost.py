@@ -150,7 +150,7 @@ def _kept_bytes(config: ModelConfig, part: _DevicePart, remat: str) -> int:
     if remat == "layer":
         return part.values * hidden * part.size
     ffn = config.ffn_size if config.dense_layers else 0
-    if remat == "dots":
+    if remat == "dots":  # split: queries and mixed values, keys and values, the results of gate and up
         split, whole = 2 * query + 2 * kv + 2 * ffn, 2 * hidden
     else:  # norms and rotations leave float32 values as well
         wide = FLOAT32 // part.size

@@ -219,6 +219,7 @@ def _check_tensors(tensors: TensorFolder, specs: dict[str, ParamSpec], config: M
                 f"{tensors.folder}: {name} has shape {tensors.shape(name)}, and config.json makes it {shape}: "
                 "config.json belongs to another model"
             )
+    # Some folders also store a tied head, or the rotary frequencies, which follow from config.json.
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     unknown = sorted(n for n in tensors.names() - set(wanted) - ignored if not n.endswith("rotary_emb.inv_freq"))
     if unknown:

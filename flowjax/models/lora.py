@@ -36,7 +36,7 @@ class Lora:
     dropout: float = 0.0  # probability that an input of the adapter branch is zeroed in training
 
     def __post_init__(self):
-        object.__setattr__(self, "targets", tuple(self.targets))  # a config's list would not hash, as caches need
+        object.__setattr__(self, "targets", tuple(self.targets))  # hashable, for caches, where a config has a list
         known = (*ALL_TARGETS, "router")
         unknown = [target for target in self.targets if target not in known]
         if unknown or not self.targets:

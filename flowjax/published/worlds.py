@@ -19,9 +19,9 @@ from flowjax.envs.webshop.world import WebShop
 
 _BLOCK_CHARACTERS = 20  # of the shortest block that the published code world takes for a program
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_SENT_CHARACTERS = 30  # of a reply without tags that the published ALFWorld sends
+_SENT_CHARACTERS = 30  # at a reply's end, which the published ALFWorld sends where a tag is missing
 _STILL = "still"
-_TAIL_CHARACTERS = 20  # of a reply without tags that the published WebShop runs
+_TAIL_CHARACTERS = 20  # at a reply's end, which the published WebShop runs where a tag is missing
 
 
 class _Published(World):
@@ -63,7 +63,7 @@ class _SokobanWithStill(SokobanEnv):
 
 class PublishedAlfworld(_Published, Alfworld):
     """ALFWorld in RewardFlow: sends its engine the text between the first tags, legal or not, or the last 30 characters
-    of a reply without tags.
+    of a reply that lacks one of the tags.
 
     That system calls a reply invalid only if it lacks <think> tags or has Chinese characters. Here the environment
     decides: legal actions are valid.

@@ -238,7 +238,7 @@ def _imitation(run: Run, base: Base, lessons: Sequence[TokenRow] = ()) -> Run:
     if lessons:
         lengths = [len(row.tokens) for row in lessons]
         row_tokens = 1 << (max(lengths) - 1).bit_length()
-        # As many rows as a batch of mean length fills, and some more: most batches are then one micro-batch.
+        # As many rows as a batch of lessons of mean length fills, and some more: most batches are one micro-batch then.
         rows = _ROOM * warm.batch_rows * sum(lengths) / len(lengths) / row_tokens
         settings.trainer.update({"row_tokens": row_tokens, "trim_micro_batches": False})
         reply_tokens = max(int(row.sampled.sum()) for row in lessons)
