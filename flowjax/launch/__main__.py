@@ -67,7 +67,7 @@ from flowjax.monitor.token import make_run_id, send_away
 from flowjax.monitor.trouble import explain
 from flowjax.run import Run, resolve, write_models
 
-_ANSWERS_S = 10.0  # longest that the dataflow is waited for
+_ANSWERS_S = 10.0  # longest wait for an answer of the dataflow
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read_request(argv: Sequence[str]) -> LaunchRequest:
         ConfigError: a mistake in it.
     """
     config, values = command_line.parse(argv, _define, fallback=_known_config)
-    for name in ("join", "name", "plan", "resume"):  # as of a shell's variable that is not set
+    for name in ("join", "name", "plan", "resume"):  # empty, as from a shell variable that is not set
         if values[name].present and not values[name].value:
             raise ConfigError(f"--{name} is empty: give a value, or leave the flag out")
     if url := values["join"].value:
@@ -102,7 +102,7 @@ def read_request(argv: Sequence[str]) -> LaunchRequest:
         run_dir = Path(values["resume"].value)
         if changed := check_unchanged(load_run(run_dir), config):
             raise ConfigError("\n".join(changed))
-        named = run_dir if run_dir.name.strip(".") else run_dir.resolve()  # "." is a folder that has a name, too
+        named = run_dir if run_dir.name.strip(".") else run_dir.resolve()  # "." has a name only when resolved
         asked = config_flags.get_override_values(values["config"])
         wanted = Path(asked.get("runs", named.parent)) / (values["name"].value or asked.get("name", named.name))
         if wanted.resolve() != run_dir.resolve():
@@ -146,7 +146,7 @@ def _known_config(values: flags.FlagValues) -> ConfigDict:
 
 
 def _fresh_folder(config: ConfigDict, values: flags.FlagValues) -> Path:
-    """The folder of a new run; a name that was asked for must be free, one from the recipe gets a number."""
+    """The folder of a new run: a name that was asked for must be free, a recipe's gets a number where it is not."""
     asked = values["name"].value or config_flags.get_override_values(values["config"]).get("name")
     runs, name = Path(config.runs), asked or config.name or "run"
     if problems := [*FIELDS.fields["name"].problems("config.name", name)]:
@@ -171,7 +171,7 @@ def _devices(run: Run, values: flags.FlagValues) -> Devices:
     accelerators, sizes = visible_accelerators(), tuple(config.mesh.to_dict().values())
     remote, assumed = remote_count(run, asked), asked not in (0, len(accelerators))
     if dry_run and not asked and not accelerators and config.model.nano is None:
-        # A recipe for accelerators, planned on a machine without: as many as it names.
+        # A recipe for accelerators, planned on a machine without any: assume as many as it names.
         each = math.prod(size for size in sizes if size > 0)
         asked, assumed = engine_accelerators(run) + len(trainer_roles(run)) * each, True
     if assumed:
@@ -195,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
         return _do(argv)
     except (ConfigError, RunInUse) as error:
         return _refuse([str(error)])
-    except KeyboardInterrupt:  # before any role has started: from then on the session hears signals
+    except KeyboardInterrupt:  # before any role has started: from then on the session handles signals
         print("stopped", file=sys.stderr)
         return 128 + signal.SIGINT
 
@@ -267,7 +267,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def _start_ledger_anew(run: Run, console: RunConsole) -> None:
-    """Make a new ledger, whose tasks begin after all that were ever opened, by the old one or by the other files."""
+    """Make a new ledger that opens no task again: it begins behind all that the old one or other files tell of."""
     from flowjax.dataflow.ledger import start_anew
     from flowjax.weights.publish import committed_steps
 
@@ -277,7 +277,7 @@ def _start_ledger_anew(run: Run, console: RunConsole) -> None:
         for policy, settings in run.policies.items()
     ]
     opened = int(read_status(run_dir, "dataflow").get("opened_groups", 0))
-    # The status is a second old, and more groups than a batch may have been opened since.
+    # The status may be a second old: leave room for the groups that were opened since.
     ahead = (config.dataflow.max_staleness + 2) * config.trainer.groups_per_step
     position = start_anew(run_dir / "dataflow.sqlite", least_position=max([opened, *made]) + ahead)
     say = f"a new ledger in {run_dir}: training goes on with task {position}; the old one lies beside it"
@@ -314,7 +314,7 @@ def _evict(run_dir: Path, name: str) -> int:
 
     invited = False
     try:
-        invited = send_away(run_dir, name)  # first: its key is void before its workers hear of it
+        invited = send_away(run_dir, name)  # first: with a void key its workers cannot come back when they hear of it
         outcome = f"{asyncio.run(ask())} episodes that it was playing go to others"
     except (DataflowError, ConfigError) as error:
         if not invited:
@@ -399,7 +399,7 @@ def _run(request: LaunchRequest, console: RunConsole) -> int:
 
 
 def _why_sent_away(run: Run) -> str:
-    """In brackets, why the run wants a node no more, if its service has ended for that; else empty."""
+    """Reason, in brackets, for which the run sent this node away, from the rollout's log; "" if it did not."""
     with contextlib.suppress(OSError):
         lines = (run.folder / "logs" / "rollout.log").read_text(errors="replace").rstrip().splitlines()
         return "".join(lines[-1:]).partition("sent away from the run ")[2]
@@ -407,12 +407,12 @@ def _why_sent_away(run: Run) -> str:
 
 
 def _last_versions(run: Run) -> dict[str, int]:
-    """The version at which each policy ends."""
+    """The version at which each policy's training ends."""
     return {name: policy.trainer.steps for name, policy in run.policies.items()}
 
 
 async def _trained_by_others(run: Run, dataflow: NewStatus) -> None:
-    """Wait until the dataflow knows of the last version of every policy."""
+    """Wait until the dataflow knows that the last version of every policy is committed."""
     while True:
         known = dataflow.read().get("policies", {})
         if all(known.get(policy, {}).get("committed", -1) >= last for policy, last in _last_versions(run).items()):
@@ -421,15 +421,15 @@ async def _trained_by_others(run: Run, dataflow: NewStatus) -> None:
 
 
 async def _final_evaluation(run: Run, progress: Progress) -> None:
-    """Wait for the evaluation of the last version, however long it is, as long as its episodes end.
+    """Wait for the evaluation of the last version, however long it takes, while episodes keep ending.
 
     Raises:
-        RoleFailed: none has for so long that a batch would have been given up.
+        RoleFailed: none has ended for as long as a step and an episode may take.
     """
     patience_s = run.config.trainer.step_timeout_s + run.config.rollout.episode_timeout_s
     versions, seen, seen_s = _last_versions(run), None, time.monotonic()
     last = max(versions.values())
-    # As the screen has read them from the log, where the last evaluation goes by the most steps.
+    # From the metrics that the screen has read, where the last evaluation is filed under the largest step.
     while run.config.eval.tasks and progress.evals.get(last, {}).get("versions") != versions:
         status = read_status(run.folder, "dataflow")
         if (ended := [status.get("done"), status.get("failed")]) != seen:

@@ -1,6 +1,6 @@
 """Checks of a config on its own, before anything expensive starts.
 
-A check gives messages of one form: field, value, conflict, remedy. All that can be found are given at once.
+Every check yields messages of one form: field, value, conflict, remedy. All that can be found are given at once.
 """
 
 import re
@@ -17,9 +17,9 @@ _RUN_BACKEND = "run"  # kind of a backend that is an engine of the run
 
 
 def check_config(config: ConfigDict) -> list[str]:
-    """Everything about `config` that cannot work on any machine, short of looking names up.
+    """Messages on everything in `config` that cannot work on any machine, without importing the modules it names.
 
-    Rules between fields are looked at where every field is of its kind.
+    First the fields one by one, then the rules between them.
     """
     problems = field_problems(config)
     try:
@@ -36,14 +36,14 @@ def check_config(config: ConfigDict) -> list[str]:
     except ConfigError as error:
         rules = [str(error)]
     except (AttributeError, KeyError, TypeError):
-        if not problems:  # else a rule has read a field that is refused anyhow
+        if not problems:  # else a rule has stumbled over a field of a wrong type, which is reported already
             raise
         rules = []
     return list(dict.fromkeys([*problems, *rules]))
 
 
 def _node(run: Run) -> Iterator[str]:
-    """A run whose dataflow is on another machine trains there, too."""
+    """A run whose dataflow is on another machine has its trainer elsewhere, too: that is what `--join` sets."""
     url, remote = run.config.dataflow.url, set(run.config.elsewhere)
     if run.is_node != bool(url) or (run.is_node and remote != {"dataflow", "trainer"}):
         yield (
@@ -72,13 +72,13 @@ def on_each_policy(run: Run, check: Callable[[Policy], Iterable[str]]) -> list[s
 
 
 def _in_policy(run: Run, policy: str, text: str) -> str:
-    """A message about a policy, with the sections that it has of its own named as they are in the config."""
+    """A message about a policy: sections that the policy has of its own are named as the config has them."""
     sections = [section for section in PER_POLICY if section in run.config.policies.get(policy, {})]
     return _renamed(text, sections, f"config.policies.{policy}")
 
 
 def in_base(base: str, text: str) -> str:
-    """A message about a base model, with its fields named as they are in the config."""
+    """A message about a base model, with its fields named as the config has them."""
     return text if base == BASE_NAME else _renamed(text, PER_BASE, f"config.bases.{base}")
 
 
@@ -89,7 +89,7 @@ def _renamed(text: str, sections: Iterable[str], holder: str) -> str:
 
 
 def check_unchanged(saved: ConfigDict, config: ConfigDict) -> list[str]:
-    """Fields in which `config` would make another run of the one that `saved` describes."""
+    """Messages on fields that may not change when the run that `saved` describes is resumed with `config`."""
     return [
         f"config.{field} is {now!r}, but this run was started with {before!r}: "
         "leave it out of --resume, or start a new run"
@@ -106,7 +106,7 @@ def differences(one: ConfigDict, other: ConfigDict) -> list[tuple[str, object, o
 
 
 def _engines(base: Base) -> Iterator[str]:
-    """The engines of a base model, and their addresses."""
+    """Problems with the engines of a base model and their addresses."""
     engine = base.engine
     if engine.urls and engine.replicas > 1:
         yield (
@@ -142,7 +142,7 @@ def _longest_turn(run: Run) -> int:
 
 
 def _batches(run: Run, policy: Policy) -> Iterator[str]:
-    """Rows, batches and updates of a policy, and its reward."""
+    """Problems with the rows, batches and updates of a policy, and with its reward."""
     trainer, group_size = policy.trainer, run.config.rollout.group_size
     longest, episodes = _longest_turn(run), trainer.groups_per_step * group_size
     if trainer.row_tokens < longest:
@@ -176,7 +176,7 @@ def _batches(run: Run, policy: Policy) -> Iterator[str]:
 
 
 def _training(run: Run, policy: Policy) -> Iterator[str]:
-    """Conflicts of full fine-tuning."""
+    """Settings that conflict with full fine-tuning."""
     if policy.train != "full":
         return
     if policy.loss.kl_coefficient:
@@ -202,10 +202,11 @@ def _training(run: Run, policy: Policy) -> Iterator[str]:
 
 
 def _cut(run: Run, policy: Policy) -> Iterator[str]:
-    """Sampling that leaves tokens out, where the loss does not weigh for it.
+    """Sampling that leaves tokens out (top_p, top_k, min_p, grammars), where the loss does not correct for it.
 
-    The engine's log-probs are of the distribution that is left, the trainer's of the whole vocabulary. Their ratio
-    begins at the kept share instead of 1, so that a clip at 0.8 would silence tokens that nothing has moved yet.
+    The engine's log-probs are of the renormalised distribution that is left, the trainer's of the whole vocabulary. The
+    importance ratio begins at the kept probability mass instead of 1, so that a clip at 0.8 would take the gradient
+    from tokens whose probability no update has changed yet.
     """
     correction = policy.loss.options.get("correction", "none")
     if run.is_evaluation or (correction != "none" and not str(correction).endswith("mask")):
@@ -222,7 +223,7 @@ def _cut(run: Run, policy: Policy) -> Iterator[str]:
 
 
 def _data_algorithms(run: Run) -> Iterator[str]:
-    """The form of their options; and a limit that no reply reaches."""
+    """Problems with the form of the data algorithms' options, and a limit that no reply reaches."""
     longest, algorithms = run.config.rollout.max_new_tokens, run.config.dataflow.algorithms
     for name, options in algorithms.items():
         if not isinstance(options, ConfigDict | Mapping):
@@ -240,7 +241,7 @@ def _data_algorithms(run: Run) -> Iterator[str]:
 
 
 def _episodes(run: Run) -> Iterator[str]:
-    """Episodes at once, their time, and who plays in them."""
+    """Problems with concurrent episodes, their times and messages, and the agents that play in them."""
     rollout, step_timeout_s = run.config.rollout, run.config.env.step_timeout_s
     if rollout.min_concurrent_episodes > rollout.max_concurrent_episodes:
         yield (
@@ -253,7 +254,7 @@ def _episodes(run: Run) -> Iterator[str]:
             f"(config.env.step_timeout_s is {step_timeout_s}): raise lease_s"
         )
     turns = rollout.max_episode_turns or run.config.env.max_turns * len(run.agents)
-    # Prompt ids of four bytes, sampled ids and log-probs of four each; names and numbers of a turn come on top.
+    # 4 bytes for each prompt id, 4 + 4 for each sampled id and its log-prob; a turn's names and numbers come on top.
     episode_bytes = turns * (4 * rollout.max_prompt_tokens + 8 * rollout.max_new_tokens)
     if (most_bytes := run.config.dataflow.max_message_bytes) < episode_bytes:
         yield (
@@ -275,7 +276,7 @@ def _episodes(run: Run) -> Iterator[str]:
 
 
 def _bases(run: Run) -> Iterator[str]:
-    """Base models that nothing needs, that a backend asks in vain, or that share an engine."""
+    """Problems with base models that nothing needs, that a backend cannot ask, or that share an engine."""
     asked = _backend_bases(run.config)
     needed = {policy.base.name for policy in run.policies.values()} | {*run.agents.values(), *asked.values()}
     for base in (name for name in run.bases if name not in needed):
@@ -319,7 +320,7 @@ def _backend_bases(config: ConfigDict) -> dict[str, str]:
 
 
 def _trainers(run: Run) -> Iterator[str]:
-    """A trainer holds one base model, and one of several processes is alone."""
+    """Conflicts of `separate_trainers`: a trainer holds one base; one of several processes trains all policies."""
     trained = list(dict.fromkeys(policy.base.name for policy in run.policies.values()))
     if len(trained) > 1 and not run.config.separate_trainers:
         yield (
@@ -334,7 +335,7 @@ def _trainers(run: Run) -> Iterator[str]:
 
 
 def _flat(config: ConfigDict, prefix: str = "") -> dict[str, object]:
-    """Leaves by dotted path; tuples as lists, as JSON has them."""
+    """Leaves by dotted path; tuples as lists, since a saved config has been through JSON."""
     leaves: dict[str, object] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"

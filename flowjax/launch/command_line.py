@@ -1,8 +1,8 @@
-"""`--config=path.py:arg,estimator --config.field=value ...` to a locked config; a mistake becomes one line, never a
-trace.
+"""From `--config=path.py:arg,estimator --config.field=value ...` to a locked config; a mistake becomes one line, never
+a trace.
 
-Fields are read by absl, as what they are. What lies in an open section (options, policies, sources) is read as a Python
-literal or else as text, whether or not the recipe mentions it: what it configures says later if it has such an option.
+Absl parses the values of fields by their types. A value in an open section (options, policies, sources) is parsed as a
+Python literal, or else kept as text, even if the recipe does not mention it: later checks refuse unknown options.
 """
 
 import ast
@@ -34,12 +34,12 @@ _NO_WORD = object()
 
 
 def committed_checkpoint(named: Path) -> tuple[Path, str, int]:
-    """Run folder, policy and step of what `--checkpoint` names, by a path of any length.
+    """Run folder, policy and step of a checkpoint's path, `<run>/checkpoints/<policy>/<step>`, absolute or relative.
 
     Raises:
         ConfigError: it is no committed checkpoint.
     """
-    from flowjax.weights.publish import committed_steps  # which imports JAX: a launch does without
+    from flowjax.weights.publish import committed_steps  # imported here: it imports JAX, which a launch does not need
 
     folder, step = named.absolute().parent, named.absolute().name
     steps = committed_steps(folder) if folder.is_dir() else []
@@ -128,7 +128,7 @@ def load_recipe(source: str) -> ConfigDict:
 
 
 def _check_estimator(name: str) -> None:
-    """Refuse what can be no estimator; one at package.module:function is looked up with the rest of the config."""
+    """Refuse a name that no estimator can have. One at package.module:function is imported later, by the probe."""
     if name not in ESTIMATORS and not (name and NAMED.fits(name)):
         raise ConfigError(
             f"there is no estimator {name!r}{nearest(name, ESTIMATORS)}: use one of {', '.join(ESTIMATORS)}, or "
@@ -137,7 +137,7 @@ def _check_estimator(name: str) -> None:
 
 
 def _name_estimator(config: ConfigDict, name: str) -> None:
-    """Have a recipe's config take another estimator, and a name that says so."""
+    """Set the estimator of a recipe's config, and append it to the run's name."""
     before = config.credit.name
     for line in _drop_options(config, {"credit.name": name}):
         print(line, file=sys.stderr)
@@ -188,10 +188,10 @@ def _is_override(argument: str) -> bool:
 
 
 def _split_overrides(config: ConfigDict, argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Arguments for absl, and (path, text) of those that set an open section or something in one.
+    """Arguments for absl, and (path, text) of those that set an open section or a value in one.
 
     Raises:
-        ConfigError: an override of a field that there is not.
+        ConfigError: an override of a field that does not exist.
     """
     plain: list[str] = []
     entries: list[tuple[str, str]] = []
@@ -219,14 +219,14 @@ def _path(argument: str) -> str:
 
 
 def _open_section(path: str) -> str | None:
-    """The open section that a path names or lies in."""
+    """The open section that a path names or lies in; None for a path of declared fields."""
     parts = path.split(".")
     prefixes = (".".join(parts[: count + 1]) for count in range(len(parts)))
     return next((prefix for prefix in prefixes if isinstance(FIELDS.find(prefix), Free)), None)
 
 
 def _given(argv: Sequence[str]) -> dict[str, str]:
-    """Texts of the overrides among arguments, by path."""
+    """Values, as text, of the overrides among arguments, by path."""
     # `--config.a=b`, or `--config.a b`: then the value is the argument after it.
     return {
         _path(argument): argument.partition("=")[2] if "=" in argument else after
@@ -245,8 +245,10 @@ def value_of(argv: Sequence[str], flag: str) -> str | None:
 
 
 def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
-    """Set options back to their defaults where a command names another estimator, objective or world than the recipe,
-    and say so: they were chosen for the one before, and most mean nothing to the next."""
+    """Reset options where the command line names another estimator, objective or world than the recipe does.
+
+    They were chosen for the former one, and the new one lacks most of them. Yields a line to print for each reset.
+    """
     policies = {f"policies.{name}.": part for name, part in config.policies.items() if isinstance(part, ConfigDict)}
     for options, owner in OWNER_OF_OPTIONS.items():
         section, _, name = owner.partition(".")
@@ -256,13 +258,13 @@ def _drop_options(config: ConfigDict, given: dict[str, str]) -> Iterator[str]:
             if not isinstance(part, ConfigDict):
                 continue
             now = part.get(name, before)
-            # Named for this policy alone; else what it has of its own stays; else what is named for the whole run.
+            # Precedence: an override for this policy alone, the policy's own value, an override for the whole run.
             new = given.get(f"{place}{owner}", now if name in part else given.get(owner, now))
             if new == now or "options" not in part or (section == "env" and _has_options_of(str(now), str(new))):
                 continue
             left_out = part.options.to_dict()
             part.options = default_options(options) if holder is config else ConfigDict()
-            # Sources and what a base is taught hold options of the world, too.
+            # `env.sources` and the warm start hold options of the world, too.
             warm = config.warm_start
             for beside, field in ((config.env, "sources"), (warm, "env_options"), (warm, "noisy_env_options")):
                 if section == "env" and beside[field]:
@@ -283,8 +285,9 @@ def _has_options_of(world: str, other: str) -> bool:
 
 
 def _set_entry(config: ConfigDict, path: str, text: str, named: Mapping[str, Sequence[str]]) -> None:
-    """Set an open section, or what `path` names in one, to what the text says. `named` are the recipe's own policies
-    and bases.
+    """Set an open section, or the entry of one at `path`, to the value of `text`.
+
+    `named` lists the policies and bases of the recipe: where it names some, an override cannot add one.
 
     Raises:
         ConfigError: no such policy or base, or a section where a value should be, or the other way round.
@@ -314,7 +317,7 @@ def _set_entry(config: ConfigDict, path: str, text: str, named: Mapping[str, Seq
 
 
 def _check_known(config: ConfigDict, path: str, named: Mapping[str, Sequence[str]]) -> None:
-    """Refuse an entry that would add a policy or base to those that a recipe names: it is one of them, mistyped."""
+    """Refuse a policy or base that the recipe, which names some, lacks: most likely it is mistyped."""
     section, _, name = path.partition(".")
     if name and "." not in name and named.get(section) and name not in config[section]:
         listed = ", ".join(config[section])
@@ -322,11 +325,14 @@ def _check_known(config: ConfigDict, path: str, named: Mapping[str, Sequence[str
 
 
 def _literal(text: str, now: Any) -> Any:
-    """A Python literal, true and false among them, or the text itself; text where there was text before."""
+    """Value of a Python literal, or of true, false or none in any case; else the text itself.
+
+    `now` is the entry's present value: where that is text, the new one is text as well.
+    """
     if isinstance(now, str):
         return text
     try:
-        # A value of its own stands for "no such word": None is one of the values.
+        # A sentinel for "none of these words", since None is the value of one of them.
         value = {"true": True, "false": False, "none": None}.get(text.lower(), _NO_WORD)
         value = ast.literal_eval(text) if value is _NO_WORD else value
     except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -1,4 +1,4 @@
-"""Accelerators of this machine, shared out between trainers and engines, and the environment of those who use them."""
+"""Accelerators of this machine, shared out between trainers and engines, and the variables that show each its part."""
 
 import math
 import os
@@ -20,31 +20,36 @@ if TYPE_CHECKING:
     from flowjax.models.lora import Lora
     from flowjax.models.shape import ModelConfig
 
-# XLA waits for each collective of several GPUs where it begins it; with these, products run meanwhile. The compiled
-# programs show it (docs/benchmarks/accelerators.md).
+# By default XLA starts a collective of several GPUs and waits for it at once. With these flags matrix products run
+# meanwhile, as the compiled programs show (docs/benchmarks/accelerators.md).
 _OVERLAP = (
     "--xla_gpu_enable_latency_hiding_scheduler",
     "--xla_gpu_enable_pipelined_all_gather",
     "--xla_gpu_enable_pipelined_all_reduce",
     "--xla_gpu_enable_pipelined_reduce_scatter",
 )
-_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")  # two names of one setting
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-MEMORY_FRACTION = 0.92  # of a GPU that is the trainer's alone; JAX's 0.75 leaves a fifth of it idle
-# Chips of one process on a host of TPUs, and how they lie (width, height, depth), as JAX's own tests have it.
+MEMORY_FRACTION = 0.92  # of a GPU that only the trainer uses; JAX's default of 0.75 leaves a fifth of it idle
+# Number of TPU chips of one process -> their grid (width, height, depth), as in JAX's own tests.
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-_TPU = "tpu"  # before the number of a chip
-_TPU_PORT = 8476  # of libtpu, and those above it: one for each chip
+_TPU = "tpu"  # prefix of a chip's number
+_TPU_PORT = 8476  # libtpu's port for chip 0; each further chip has the next one
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Accelerators by number; both lists are empty on a machine without any, where everything runs on the CPU.
+    """Numbers of the accelerators of trainers and of engines; both empty where everything runs on the CPU.
 
-    `trainers` is how many trainers share theirs out evenly, or use the same ones where too few. `assumed` marks
-    a plan for a machine that is not this one. `hosts` as large as this one hold a trainer together. `on_host` is how
-    many accelerators this one has, in use or not. Chips of TPUs are called tpu0, tpu1 and so on. `remote` is how
-    many a trainer on other hosts has, on all together; 0 where nobody knows.
+    TPU chips are called tpu0, tpu1 and so on.
+
+    Args:
+        cpu_devices: CPU devices that JAX shows to a trainer without accelerators.
+        assumed: this is a plan for another machine than this one.
+        trainers: trainers that split `trainer` evenly, or use the same accelerators where there are too few.
+        hosts: hosts of this one's size that hold one trainer together.
+        on_host: accelerators of this host, in use or not.
+        remote: accelerators of a trainer that runs on other hosts, on all of them together; 0 where not known.
     """
 
     trainer: tuple[str, ...] = ()
@@ -62,12 +67,12 @@ class Devices:
 
     @property
     def platform(self) -> str:
-        """JAX's word for what trainers compute on."""
+        """JAX's name of the platform that trainers compute on."""
         return "cpu" if not self.trainer else "tpu" if self.of_tpus else "gpu"
 
     @property
     def trainer_count(self) -> int:
-        """Of each trainer."""
+        """Devices of one trainer, on all of its hosts together."""
         return self._trainer_count_here * self.hosts
 
     @property
@@ -76,10 +81,11 @@ class Devices:
 
     @property
     def shared(self) -> bool:
+        """True if a trainer and an engine use the same accelerator."""
         return bool(set(self.trainer) & set(self.engine))
 
     def trainer_env(self, index: int = 0, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Of one of the trainers. What `env` says of XLA's flags and of JAX's memory stays."""
+        """Variables of trainer number `index`. Settings of XLA's flags and JAX's memory that `env` has are kept."""
         if not self.trainer:
             return {}
         count = self._trainer_count_here
@@ -88,7 +94,7 @@ class Devices:
         if self.of_tpus:
             return found
         crowded = self.shared or len(self.trainer) < self.trainers
-        if crowded:  # JAX takes most of a device's memory at its start, and would leave nothing for the others
+        if crowded:  # by default JAX reserves most of a device's memory at its start: the others would get none
             found |= {} if _PREALLOCATE in env else {_PREALLOCATE: "false"}
         elif not env.keys() & set(_FRACTIONS):  # JAX refuses both of them together
             found[_FRACTIONS[0]] = str(MEMORY_FRACTION)
@@ -98,10 +104,10 @@ class Devices:
         return found
 
     def process_envs(self, count: int) -> list[dict[str, str]]:
-        """Of each of the `count` processes of one trainer on this machine, beside what they have of the trainer: equal
-        parts of its accelerators, or the CPU.
+        """Variables of each of the `count` processes of one trainer on this machine, on top of the trainer's own: they
+        show each process an equal part of the accelerators, or the CPU.
 
-        On the CPU the platform is named, which has JAX take the collectives that go from process to process there.
+        On the CPU they name the platform, which is what has the trainer choose collectives between processes (Gloo).
         """
         if not self.trainer:
             return [{"JAX_PLATFORMS": "cpu"}] * count
@@ -110,7 +116,7 @@ class Devices:
         return [self._visible(part) for part in parts]
 
     def engine_env(self, first: int, count: int) -> dict[str, str]:
-        """Of an engine that gets `count` of the engines' accelerators, from the `first` on."""
+        """Variables of an engine that gets `count` of the engines' accelerators, from index `first` on."""
         return self._visible(self.engine[first : first + count] or self.engine)
 
     def _visible(self, part: Sequence[str]) -> dict[str, str]:
@@ -120,12 +126,12 @@ class Devices:
         if not self.of_tpus:
             return {"CUDA_VISIBLE_DEVICES": ",".join(part)}
         if len(part) == self.on_host:
-            return {}  # a whole host needs no word, and may be one of a slice of several
+            return {}  # libtpu finds a whole host by itself; these would cut it off from a slice of several hosts
         chips = [name.removeprefix(_TPU) for name in part]
         port = str(_TPU_PORT + int(chips[0]))
         return {
             "TPU_VISIBLE_CHIPS": ",".join(chips),
-            "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS.get(len(part), "?"),  # of a plan that cannot run
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS.get(len(part), "?"),  # "?": `check_accelerators` refuses it
             "TPU_PROCESS_BOUNDS": "1,1,1",
             "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
             "TPU_PROCESS_PORT": port,
@@ -135,12 +141,12 @@ class Devices:
 
 
 def visible_accelerators(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[str, ...]:
-    """Numbers (or names) of the CUDA devices that this process may use; without any, the host's TPU chips."""
+    """Numbers (or names) of the CUDA devices that this process may use; without any, of the host's TPU chips."""
     if "CUDA_VISIBLE_DEVICES" in env:
         return tuple(part.strip() for part in env["CUDA_VISIBLE_DEVICES"].split(",") if part.strip() not in ("", "-1"))
     found = [len(list(root.glob(each))) for each in ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*")]
-    # A container sees all of the host's in /proc and has those that it was granted in /dev, where a host that has not
-    # used its own since it was started has none yet.
+    # In a container /proc lists all GPUs of the host and /dev those that it was granted: so the smaller count. But on a
+    # host that has not used its GPUs since it booted, /dev has none yet: so counts of 0 are left out.
     if listed := min(filter(None, found), default=0):
         return tuple(str(number) for number in range(listed))
     return tuple(f"{_TPU}{number}" for number in range(tpu_chips(root)))
@@ -157,13 +163,13 @@ def newest_gpu() -> float:
 
 
 def host_device_count(env: Mapping[str, str] = os.environ) -> int:
-    """CPU devices that JAX will show."""
+    """Number of CPU devices that JAX will show."""
     found = re.search(r"--xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
     return int(found[1]) if found else 1
 
 
 def engine_accelerators(run: Run) -> int:
-    """Accelerators that the engines of a run want of this machine."""
+    """Number of accelerators that the run's engines on this machine need."""
     return sum(run.bases[engine.base].engine.tensor_parallel for engine in run.engines if not engine.url)
 
 
@@ -178,9 +184,10 @@ def share_out(
     hosts: int = 1,
     remote: int = 0,
 ) -> Devices:
-    """Give the engines the last `engine_count`, each trainer `trainer_count` of the others or its share of them (None).
+    """Give the engines the last `engine_count` accelerators, and each trainer `trainer_count` of the others.
 
-    Where nothing would be left for the trainers, they share the engine's.
+    With a `trainer_count` of None a trainer gets an even share of the others. Where none would be left for the
+    trainers, they share the engines' accelerators.
     """
     if not accelerators:
         return Devices((), (), cpu_devices, assumed, trainers, hosts, remote=remote)
@@ -191,26 +198,26 @@ def share_out(
 
 
 def processes_here(trainer: ConfigDict) -> int:
-    """Processes of the run's trainer that are started on this machine: all of them, or one where FLOWJAX_PROCESS says
-    which and other hosts have the others."""
+    """Number of the trainer's processes that start on this machine: all, or one where FLOWJAX_PROCESS gives its number
+    and other hosts start the others."""
     return 1 if "FLOWJAX_PROCESS" in os.environ else trainer.processes
 
 
 def mesh_count(sizes: Sequence[int]) -> int | None:
-    """Devices that a mesh names; None when one of its sizes is -1 and takes what there is."""
+    """Number of devices that a mesh names; None when one of its sizes is -1, which takes all there are."""
     return None if any(size < 1 for size in sizes) else math.prod(sizes)
 
 
 def remote_count(run: Run, on_each: int) -> int:
-    """Devices of a trainer on other hosts: `on_each` of them where a plan says so, else as many as the mesh names; 0 if
-    that takes what there is, which its processes alone will know."""
+    """Number of devices of a trainer on other hosts: `on_each` for each process where a plan gives that, else as many
+    as the mesh names; 0 if the mesh takes all there are, which only the trainer's processes will know."""
     if not run.trained_remotely:
         return 0
     return on_each * run.config.trainer.processes or mesh_count(tuple(run.config.mesh.to_dict().values())) or 0
 
 
 def check_mesh(run: Run, device_count: int, plan: dict[str, Any]) -> Iterator[str]:
-    """The trainer's mesh; yields what does not divide over it, of any policy."""
+    """Put the trainer's mesh into `plan`; yield messages on what does not divide over it, of any policy."""
     from flowjax.models.sharding import ROW_AXES, resolve_mesh
     from flowjax.trainer.batch import row_buckets
 
@@ -242,13 +249,15 @@ def shown_axes(mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def check_attention(policy: Policy, model: "ModelConfig", sequence_parts: int, platform: str) -> None:
-    """Refuse a form of attention that the trainer cannot compute on any device of a platform.
+    """Refuse a form of attention that no device of a platform computes.
 
     Raises:
-        ModelError: it cannot.
+        ModelError: the config asks for such a form.
     """
     from flowjax.models.attention import choose_attention
 
+    # Stands for a real device, which this machine may lack; for GPUs it is a new one, so that the kernel is judged and
+    # not an old GPU.
     device = SimpleNamespace(platform=platform, compute_capability="10.0" if platform == "gpu" else "")
     section, tokens = policy.base.model, policy.trainer.row_tokens
     options: dict[str, Any] = {"tokens": tokens, "dtype": section.dtype, "sequence_parts": sequence_parts}
@@ -283,9 +292,9 @@ def memory_plan(
     remat: Literal["none", "dots", "layer"] | None = None,
     versions: int = 0,
 ) -> dict[str, int]:
-    """Bytes by purpose that a policy's trainer holds on each device of a mesh, see `flowjax.models.cost.estimate`.
+    """Bytes on each device of a mesh that a policy's trainer holds, by purpose: see `flowjax.models.cost.estimate`.
 
-    `remat` is that of the config where it is None.
+    A `remat` of None stands for the config's.
     """
     from flowjax.models import cost
 
@@ -307,14 +316,14 @@ def memory_plan(
 
 
 def adapter_slots_bytes(run: Run, base: Base, model: "ModelConfig", *, tensor_parallel: int) -> int:
-    """Bytes of each GPU of an engine for the adapters of all policies on its base, as many as it may have to hold."""
+    """Bytes on each GPU of an engine for adapters: all versions of all policies on its base it may hold at once."""
     from flowjax.models.cost import adapter_slot_bytes
     from flowjax.models.lora import Lora
 
     adapters = [each.lora for each in run.policies_on(base.name).values() if each.train == "lora"]
     if not adapters:
         return 0
-    # Every slot has room for any of them, and vLLM knows certain ranks alone.
+    # vLLM makes every slot as large as the largest adapter, with a rank rounded up to one that it knows.
     rank = max(lora.rank for lora in adapters)
     rank = served_rank(rank) or rank
     targets = tuple(dict.fromkeys(target for lora in adapters for target in lora.targets))
@@ -323,8 +332,11 @@ def adapter_slots_bytes(run: Run, base: Base, model: "ModelConfig", *, tensor_pa
 
 
 def memory_together(plans: Sequence[Mapping[str, int]], *, apart: bool = False) -> dict[str, int]:
-    """Memory of policies in one trainer: they share a base, take turns, and each keeps what it is trained with. With a
-    trainer each (`apart`) that of the largest."""
+    """Memory of all policies in one trainer, or with a trainer each (`apart`) that of the largest.
+
+    In one trainer they share the base and take turns, so that its passes count once (the maximum); adapters, float32
+    weights, moments and versions are kept for each policy (the sum).
+    """
     if apart:
         return dict(max(plans, key=lambda plan: sum(plan.values())))
     kept = ("adapter", "float32_weights", "moments", "versions")

@@ -16,13 +16,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_LEFTOVERS_GRACE_S = 2.0
+_PR_SET_PDEATHSIG = 1  # the kernel signals this process when its parent dies
+_PR_SET_CHILD_SUBREAPER = 36  # orphans among the descendants become children of this process, not of init
+_LEFTOVERS_GRACE_S = 2.0  # between SIGTERM and SIGKILL
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere the process group is all there is to hold on to."""
+    """Set an attribute of this process, on Linux; elsewhere only the process group can be killed as a whole."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
@@ -34,7 +34,7 @@ def _descendants() -> list[int]:
         with contextlib.suppress(OSError, ValueError):
             # A process chooses its own name, which may hold spaces and parentheses: fields begin behind the last ")".
             after_name = entry.read_text().rpartition(")")[2].split()
-            if after_name[0] != "Z":
+            if after_name[0] != "Z":  # a zombie has ended: it cannot be signalled, only reaped
                 children.setdefault(int(after_name[1]), []).append(int(entry.parent.name))
     found, seeds = [], [os.getpid()]
     while seeds:
@@ -66,14 +66,14 @@ def _reaped() -> Iterator[tuple[int, int]]:
 
 
 def _kill_everything() -> None:
-    # Again until nobody is left: one may have forked between the listing and its death.
+    # Again until nobody is left: a process may have forked between the listing and its death.
     while _signal_all(signal.SIGKILL):
         list(_reaped())
         time.sleep(0.01)
 
 
 def _clear_leftovers() -> None:
-    """Leftovers of the role: a shared-memory tracker leaves by itself, a worker may have to be signalled."""
+    """Ask what the role has left behind to end, then kill it. A shared-memory tracker leaves by itself."""
     until = time.monotonic() + _LEFTOVERS_GRACE_S
     _signal_all(signal.SIGTERM)
     while _descendants() and time.monotonic() < until:
@@ -88,10 +88,11 @@ def _start(argv: list[str]) -> int:
     if pid:
         return pid
     signal.set_wakeup_fd(-1)
+    # `exec` resets handlers but keeps what is ignored: without this the role would ignore SIGINT, as the guard does.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:  # it died before the kernel was asked, which then does nothing
+    if os.getppid() != guard:  # the guard died before `prctl`: the kernel would never signal its death
         os._exit(128 + signal.SIGKILL)
     try:
         os.execvp(argv[0], argv)
@@ -104,7 +105,8 @@ def main() -> int:
     supervisor, argv = int(sys.argv[1]), sys.argv[2:]
     os.set_inheritable(supervisor, False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # Signals write into a pipe that `select` reads: one that comes just before `select` would else go unnoticed.
+    # Signals write into a pipe that `select` reads: a signal that comes just before `select` would else go unnoticed
+    # until the next one (the self-pipe trick).
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)

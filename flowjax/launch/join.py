@@ -2,15 +2,15 @@
 
     python -m flowjax.launch --join=http://host:port [--name=NAME] [--config.engine.<field>=value ...]
 
-A node is a machine of its own kind, joins at any time and leaves at any time. The config comes from the run's dataflow;
-the node may differ in what its hardware asks for. It needs no part of the run's folder and nobody connects to it. What
-it was playing when it dies is played by others.
+A node may join and leave at any time. Its config comes from the run's dataflow; only settings of its hardware may
+differ. It needs no part of the run's folder, and accepts no connections. Episodes that it was playing when it dies are
+played by others.
 
     python -m flowjax.launch --role=trainer --run=<run folder>
 
-A host has a process of the run's trainer, which a cluster's scheduler starts there and starts again. All processes read
-and write the run's folder, the first of them asks its dataflow, and together they die: the next start goes on from the
-newest checkpoint.
+A host has one process of the run's trainer, which a cluster's scheduler starts, and restarts. All processes read and
+write the run's folder, and the first of them speaks with its dataflow. When one dies, all do: the next start goes on
+from the newest checkpoint.
 """
 
 import asyncio
@@ -66,10 +66,10 @@ _REASONS = {
 
 
 def invitation(run_dir: Path, node: str) -> str:
-    """Key of a node of that name, before its command where the run is reached by a relay.
+    """Variable with the key of a node of that name; followed by the node's command if the run is reached by a relay.
 
     Raises:
-        ConfigError: nodes cannot reach the run, or that is no name.
+        ConfigError: nodes cannot reach the run, or `node` is not usable as a name.
         OSError: the run's folder cannot be written.
     """
     dataflow = load_run(run_dir).dataflow
@@ -85,7 +85,7 @@ def invitation(run_dir: Path, node: str) -> str:
 
 
 def config_of_run(url: str) -> ConfigDict:
-    """The config of the run whose dataflow is at `url`, as a node of it begins with.
+    """The config of the run whose dataflow is at `url`, adapted to a node of it.
 
     Raises:
         ConfigError: nobody answers there, or no run that this version can join; the token is missing.
@@ -119,17 +119,17 @@ def config_of_run(url: str) -> ConfigDict:
     config.name = f"{described['name']}-{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())}"[:200]
     config.update({"elsewhere": ("dataflow", "trainer"), "runs": default_config().runs})
     config.dataflow.update({"url": url, "host": "127.0.0.1", "port": 0, "relay": ""})
-    for section in (config, *config.bases.values()):  # what names engines of the run's own machine means nothing here
+    for section in (config, *config.bases.values()):  # ports and addresses of engines on the run's machine
         if "engine" in section:
             section.engine.update({"port": 0, "urls": ()})
     return config
 
 
 async def _described(origin: RunSource, *names: str) -> dict[str, str]:
-    """Description of a run by itself, with these texts in it.
+    """The run's answer to `/run`, which has texts under `names`.
 
     Raises:
-        OriginError: it lacks one, as that of another version or of something else may.
+        OriginError: it lacks one of them: another version of flowjax, or no flowjax, answers.
         aiohttp.ClientError, OSError: nobody answers.
     """
     described = await origin.ask("/run")
@@ -140,7 +140,7 @@ async def _described(origin: RunSource, *names: str) -> dict[str, str]:
 
 
 def check_difference(joined: ConfigDict, config: ConfigDict) -> None:
-    """A node's own settings are of its hardware alone.
+    """Refuse a node's config that differs from the run's in more than the settings of its hardware.
 
     Raises:
         ConfigError: `config` plays another run than `joined` does.
@@ -155,10 +155,10 @@ def check_difference(joined: ConfigDict, config: ConfigDict) -> None:
 
 
 def fetch(run: Run) -> None:
-    """Have the run's base models on this machine, and write down in the node's folder which run it is of.
+    """Fetch the run's base models to this machine, and write the run's id into the node's folder.
 
     Raises:
-        ConfigError: a model cannot be had, or is another here; the folder is of another run.
+        ConfigError: a model cannot be fetched, or another one is at its path; the folder belongs to another run.
     """
 
     async def copy() -> None:
@@ -186,8 +186,10 @@ def fetch(run: Run) -> None:
 async def until_done(run: Run, console: Console) -> None:
     """Return when the run has ended.
 
+    Asks the dataflow again and again, which holds each request (long polling) for `run.presence_s`.
+
     Raises:
-        RoleFailed: its dataflow has been away for longer than two leases last.
+        RoleFailed: the dataflow has not answered for twice `config.dataflow.lease_s`.
     """
     url, patience_s = run.config.dataflow.url, 2 * run.config.dataflow.lease_s
     said_s, silent_s = time.monotonic(), 0.0
@@ -206,12 +208,12 @@ async def until_done(run: Run, console: Console) -> None:
             except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
             if finished:
-                with contextlib.suppress(OSError):  # its output fails, not the run
+                with contextlib.suppress(OSError):  # a closed output must not fail the run
                     console.print(f"played here: {_playing(run)}", highlight=False, soft_wrap=True)
                 return
             if problem:
-                # This process may have been stopped meanwhile, as by Ctrl-Z or with its machine. That is no silence of
-                # the run: a question counts for no longer than it may take, and one alone is never enough.
+                # This process may have been stopped meanwhile (Ctrl-Z, a suspended machine), which is no silence of the
+                # run. So a request counts for its timeout at most, and for half of the patience: one is never enough.
                 took_s = time.monotonic() - asked_s
                 silent_s += min(took_s, _ANSWER_WITHIN_S + run.presence_s, patience_s / 2) + _LOOK_EVERY_S
             if silent_s > patience_s:
@@ -235,12 +237,12 @@ def _playing(run: Run) -> str:
 
 
 def train(run_dir: Path, console: Console) -> None:
-    """Wait until the run is under way, then become its trainer, or the process of it that this host has.
+    """Wait until the run is under way, then become its trainer, or this host's process of it.
 
-    Returns where the run has ended; else this process is the trainer's from here on.
+    Replaces this process by the trainer's (exec). Returns only where the run has ended.
 
     Raises:
-        ConfigError: the run's launch trains itself, or this host lacks a base model.
+        ConfigError: the run's own launch has the trainer, or this host lacks a base model.
     """
     run = asyncio.run(_under_way(run_dir, console))
     if run is None:
@@ -252,23 +254,25 @@ def train(run_dir: Path, console: Console) -> None:
 
 def _become_trainer(run_dir: Path) -> NoReturn:
     seen = visible_accelerators()
-    sees = Devices(seen, hosts=2, on_host=len(seen))  # or more hosts: it matters only that there are others
+    # Any number of hosts above 1 has `trainer_env` set the flags that overlap collectives with products.
+    sees = Devices(seen, hosts=2, on_host=len(seen))
     environment = {**os.environ, **OFFLINE, **HUGE_PAGES, **sees.trainer_env()}
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "flowjax.trainer", f"--run={run_dir}", "--scheduled"], environment)
 
 
 async def _under_way(run_dir: Path, console: Console) -> Run | None:
-    """The run of a folder once its dataflow answers, by when config and base models are there; None after its end.
+    """The run of a folder, once its dataflow answers (config and base models are there by then); None after its end.
 
-    A copy of a run's folder names the dataflow of the original, whose batches are not for it. Paths and inodes need not
-    be the same on all hosts, so they cannot tell the two apart; but only in its own folder does a dataflow write.
+    A copy of a run's folder names the dataflow of the original, whose batches are not for the copy. Paths and inodes
+    may differ from host to host, so they cannot tell the two apart; but a dataflow writes its status only into its own
+    folder.
     """
     said_s, only_there = -_SAY_WAITING_EVERY_S, False
     written_s = read_status(run_dir, "dataflow").get("time_s")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S)) as session:
         while True:
-            try:  # all anew each time: the launch may still have to make or to replace these files
+            try:  # reads all files anew each time: the launch may still have to write or replace them
                 url = read_endpoints(run_dir)["dataflow"]
                 only_there = is_loopback(urlsplit(url).hostname or "")
                 headers = {**bearer(known_token(run_dir)), **of_run(known_run_id(run_dir))}
@@ -294,10 +298,10 @@ async def _under_way(run_dir: Path, console: Console) -> Run | None:
 
 
 def _check_host(run: Run) -> None:
-    """Refuse what would train twice, or could not begin.
+    """Refuse a run that its own launch trains, too, or that this host cannot train.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: with the setting that is in the way.
     """
     if run.trains and "FLOWJAX_PROCESS" not in os.environ:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""This machine: checks of folders, ports and interpreters before anything expensive, and the base models that are
-fetched to it."""
+"""This machine: checks of folders, ports and interpreters before anything expensive starts, and downloads of base
+models."""
 
 import contextlib
 import fcntl
@@ -28,10 +28,10 @@ from flowjax.run import TAUGHT_FILE, Base, Run, read_models
 
 LOOPBACK = "127.0.0.1"  # where engines listen
 _LOCK_FILE = "launch.lock"
-_LOCKED_S = 1.0  # longer than by one who only looks whether there is a supervisor
+_LOCKED_S = 1.0  # a lock held for longer is a supervisor's: `check_unused` holds it for an instant only
 _SLACK_BYTES = 64 * 1024**2  # logs, metrics, ledger
-_ANOTHER = {"run": "--name", "evaluation": "--out", "sweep": "NAME"}  # that a new one of its kind takes
-_BLACKWELL = 10.0  # compute capability
+_ANOTHER = {"run": "--name", "evaluation": "--out", "sweep": "NAME"}  # by which a new one gets another folder
+_BLACKWELL = 10.0  # compute capability of the oldest GPUs without vLLM's int8 products
 
 
 class RunInUse(Exception):
@@ -39,7 +39,7 @@ class RunInUse(Exception):
 
 
 def check_model(base: Base) -> list[str]:
-    """The base model's folder, or the means to build one."""
+    """Problems with the base model's folder, where it is neither whole nor can be built or fetched."""
     if not base.model.path:
         return ["config.model.path is empty: give the folder of a Hugging Face model"]
     folder, nano = Path(base.model.path), base.model.nano
@@ -60,14 +60,14 @@ def check_model(base: Base) -> list[str]:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Files of a model's weights: all that its index lists, or any where there is none."""
+    """Files of a model's weights: all that its index lists, or a pattern for any where there is no index."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         return sorted(set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()))
     return ["*.safetensors"]
 
 
 def unprepared(folder: Path) -> str:
-    """Reason why a base model's engine answers no chat, "" where it does or its folder is not there yet."""
+    """Reason why a base model's engine cannot answer chats; "" where it can, or where the folder is not there yet."""
     settings = folder / "tokenizer_config.json"
     if not settings.exists() or (folder / "chat_template.jinja").exists() or "chat_template" in settings.read_text():
         return ""
@@ -78,13 +78,13 @@ def unprepared(folder: Path) -> str:
 
 
 def _taught_otherwise(folder: Path, warm_start: ConfigDict) -> list[str]:
-    """Fields of the warm start that would change nothing, since the base is there and was taught by other ones."""
+    """Problems with fields of the warm start that differ from those by which the existing base was made."""
     try:
         noted = json.loads((folder / TAUGHT_FILE).read_text())
-    except (OSError, ValueError):  # of before this was noted, or made by other means
+    except (OSError, ValueError):  # made before this file was written, or by other means
         return []
     default, wanted = (json.loads(section.to_json()) for section in (default_config().warm_start, warm_start))
-    taught = {**default, **noted}  # a field of since then had its default
+    taught = {**default, **noted}  # a field that is newer than the base had its default
     return [
         f"config.warm_start.{name} is {value!r}, but the model in {str(folder)!r} was made with {taught[name]!r}: "
         "remove the folder to have it made anew, or name another one in config.model.path"
@@ -115,9 +115,9 @@ def _nano_conflicts(folder: Path, nano: ConfigDict) -> list[str]:
 
 
 def check_ports(run: Run) -> list[str]:
-    """The ports that the config fixes are free, and no two servers' are the same."""
+    """Problems with ports that the config fixes: another process uses one, or two servers have the same."""
     wanted = {
-        # Ports beyond the last are for the checks of the config to name.
+        # Cut at port 65535: `check_config` reports ports beyond it.
         in_base(name, "config.engine.port"): range(base.engine.port, base.engine.port + base.engine.replicas)[
             : 65536 - base.engine.port
         ]
@@ -150,9 +150,8 @@ def check_ports(run: Run) -> list[str]:
 
 
 def check_engine(base: Base, *, adapters: bool = False) -> list[str]:
-    """The interpreter of a base model's engines, if they are started here, has vLLM, and that serves what is asked for:
-    adapters, if a policy on the base is trained as one.
-    """
+    """Problems with the Python of a base model's engines, if they start here: it needs a vLLM that serves their
+    precision, and `adapters` where a policy on the base is trained as one."""
     if base.engine.urls or not base.engines:
         return []
     python = base.engine.python or sys.executable
@@ -173,7 +172,7 @@ def check_engine(base: Base, *, adapters: bool = False) -> list[str]:
 
 
 def _adapter_problems(base: Base, adapters: bool, *, on_cpu: bool) -> list[str]:
-    """A precision that vLLM's kernels for adapters lack on GPUs: the engine would end at its start, by an assertion."""
+    """A precision that vLLM's GPU kernels for adapters lack: an assertion would end the engine as it starts."""
     if not adapters or on_cpu or tpu_chips() or base.engine.dtype != "float32":
         return []
     given = "config.engine.dtype is 'float32', in which vLLM has no adapters on GPUs"
@@ -181,7 +180,7 @@ def _adapter_problems(base: Base, adapters: bool, *, on_cpu: bool) -> list[str]:
 
 
 def _quantize_problems(engine: ConfigDict, *, on_cpu: bool, cpu: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Settings with which vLLM has no products in 8 bits on this machine."""
+    """Problems with 8-bit settings for which vLLM has no matrix products on this machine."""
     given = f"config.engine.quantize is {engine.quantize!r}"
     if engine.quantize == "fp8" and on_cpu:
         return [f"{given}, but the engine runs on a CPU: use 'int8' or ''"]
@@ -196,13 +195,13 @@ def _quantize_problems(engine: ConfigDict, *, on_cpu: bool, cpu: Path = Path("/p
 
 
 def check_accelerators(run: Run, devices: Devices) -> list[str]:
-    """There are enough for all the engines and for each process of the trainer that are started here."""
+    """Problems where there are too few for the engines or the trainer's processes that start here."""
     processes = _trainer_processes(run.config.trainer, devices) if run.trains else []
     return _engine_accelerators(run, devices) + processes + (_tpu_chips(run, devices) if devices.of_tpus else [])
 
 
 def _tpu_chips(run: Run, devices: Devices) -> list[str]:
-    """Uses that TPUs do not have: a chip of two processes, three chips of one, all weights reloaded."""
+    """Uses that TPUs do not allow: two processes on a chip, one on three chips, an engine's weights replaced."""
     problems = []
     if run.trains and (devices.shared or len(devices.trainer) < devices.trainers):
         problems.append(
@@ -270,11 +269,11 @@ def _engine_accelerators(run: Run, devices: Devices) -> list[str]:
 
 
 def check_folder(run_dir: Path, needed_bytes: int = 0, kind: str = "run") -> list[str]:
-    """The run folder can be made and written, on a disk that has room. Makes nothing."""
+    """Problems where the folder cannot be made or written, or its disk lacks room. Makes nothing."""
     place, other = run_dir, f"give another --{'config.runs' if kind == 'run' else 'out'}=<folder>"
-    if kind == "run" and set(path := str(run_dir.absolute())) & set("[]*?\\"):  # to Orbax a pattern: it loses arrays
+    if kind == "run" and set(path := str(run_dir.absolute())) & set("[]*?\\"):  # Orbax reads a glob: it loses arrays
         return [f"run folder {path} has [ ] * ? or \\ in its path, where no checkpoint is whole: move it, or {other}"]
-    while not os.access(place, os.F_OK):  # `exists` raises where a folder on the way may not be searched
+    while not os.access(place, os.F_OK):  # not `Path.exists`, which raises where a parent may not be searched
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         other = "see that this user may write there" if place == run_dir else other  # --resume takes no other
@@ -298,11 +297,12 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def hold(run_dir: Path, kind: str = "run") -> Iterator[None]:
-    """Keep a second supervisor away from the folder of a run (or evaluation, or sweep), which is made, for as long as
-    this process lives.
+    """Make the folder of a run (or evaluation, or sweep) and lock it against a second supervisor.
+
+    The kernel frees the lock (flock) when this process ends in any way, so that none is left behind by a crash.
 
     Raises:
-        RunInUse: there is one already.
+        RunInUse: another process holds it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / _LOCK_FILE).open("a+") as lock:  # "w" would erase the holder's process id before the lock is ours
@@ -318,9 +318,9 @@ def hold(run_dir: Path, kind: str = "run") -> Iterator[None]:
 
 
 def check_unused(run_dir: Path, kind: str = "run") -> list[str]:
-    """Problem with a run folder that a supervisor holds."""
+    """Problem with a run folder that a supervisor holds; none where it is free."""
     with contextlib.suppress(OSError), (run_dir / _LOCK_FILE).open("r") as lock:
-        # Shared, so that two who look at one time do not take each other for a supervisor.
+        # A shared lock: two processes that look at the same time do not take each other for a supervisor.
         if not _locked(lock, fcntl.LOCK_SH):
             return [_used(run_dir, lock, kind)]
     return []
@@ -342,14 +342,14 @@ def _used(run_dir: Path, lock: IO[str], kind: str) -> str:
 
 
 def can_bind(port: int, host: str = LOOPBACK) -> bool:
-    """True where a server could listen now: the address is one of this machine, and nobody else does."""
+    """True where a server could listen now: the address is one of this machine, and the port is free."""
     try:
         family, kind, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # As the servers do: connections of the last one that linger do not keep the port.
+            # As the servers do: connections of a former server that linger (TIME_WAIT) do not block the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except (OSError, UnicodeError):  # the latter of what cannot be a name
+    except (OSError, UnicodeError):  # the latter for a text that cannot be a host's name
         return False
     return True
 
@@ -360,12 +360,13 @@ def _mib(size_bytes: int) -> str:
 
 # ---------------------------------------------------------------------------------------------- base models by their id
 
-# Models that are named by their id on Hugging Face are fetched once, before any role starts. The revision that was
-# fetched is noted in the run's folder (`models.json`), and a resumed run takes the same one. Roles are offline: they
-# find the folder by that note (`flowjax.run.resolve`).
+# A model named by its id on Hugging Face is fetched once, before any role starts. The fetched revision is written to
+# the run's folder (`models.json`), and a resumed run uses the same one. Roles are offline: they find the model's folder
+# in that file (`flowjax.run.resolve`).
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-# The folder that recipes and pages download into. A stranger's upload never takes the place of one that is missing.
+# First parts of paths that are never ids: recipes and pages download into `models/`. Else a missing folder of ours
+# would be replaced by the upload of whoever owns that name on the hub.
 _LOCAL = ("models",)
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 _NOT_FETCHED = ("*/*", "consolidated*")  # other formats of the same weights
@@ -410,16 +411,16 @@ def _fetch(model: str, revision: str) -> Path:
     """The folder of a model's revision in the cache of Hugging Face models.
 
     Raises:
-        ConfigError: the second half of a message on the field.
+        ConfigError: its text is the second half of a sentence, which begins with the field.
     """
-    from huggingface_hub import constants, errors, snapshot_download  # takes a second that most launches do without
+    from huggingface_hub import constants, errors, snapshot_download  # takes a second, which most launches can save
 
     endpoint, command = constants.ENDPOINT, f"hf download {model}{f' --revision={revision}' if revision else ''}"
     try:
         folder = snapshot_download(
             model, revision=revision or None, allow_patterns=list(_FETCHED), ignore_patterns=list(_NOT_FETCHED)
         )
-    except errors.GatedRepoError as error:  # before RepositoryNotFoundError, of which it is one
+    except errors.GatedRepoError as error:  # a subclass of RepositoryNotFoundError, hence before it
         raise ConfigError(
             f"which {endpoint} gives to those alone who accept its terms: do so on its page there and set HF_TOKEN"
         ) from error
@@ -436,7 +437,7 @@ def _fetch(model: str, revision: str) -> Path:
             f"which is no folder here and not in {constants.HF_HUB_CACHE}, and {endpoint} cannot be reached: fetch it "
             f"where it can (`{command}`) and copy that folder, or name a folder that has the model"
         ) from error
-    except Exception as error:  # of its transport, of a full disk, of a revision that is no name
+    except Exception as error:  # a failed connection, a full disk, a revision with an invalid name
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
             f"which could not be fetched from {endpoint} ({reason}): start again, or give a folder"

@@ -1,9 +1,9 @@
-"""`--plan=8xH100`: how a run may lie on the GPUs of one machine, the estimated fastest first, as flags to give.
+"""`--plan=8xH100`: layouts of a run on the GPUs of one machine, the estimated fastest first, as flags to give.
 
-Each layout gives some GPUs to the trainer (split as `data` and `fsdp`, so many rows to a GPU, `remat`) and the others
-to engines (`tensor_parallel`, `replicas`). It counts if the trainer's memory, which is close to what XLA's compiler
-counts (docs/benchmarks/accelerators.md), and the engines' fit. Layouts are compared by data sheets and a share of them
-that such programs usually reach: good enough to tell layouts apart, and no promise of seconds.
+Each layout gives some GPUs to the trainer (mesh axes `data` and `fsdp`, rows for each GPU, `remat`) and the others to
+engines (`tensor_parallel`, `replicas`). It is valid if the memory of trainer and engines fits; the trainer's estimate
+is close to what XLA's compiler counts (docs/benchmarks/accelerators.md). Times come from data sheets, times the share
+of the peak that such programs usually reach: good enough to tell layouts apart, and no promise of seconds.
 """
 
 import itertools
@@ -34,9 +34,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU by its data sheet. `link` is to the others of the machine, in one direction."""
+    """One GPU by its data sheet. `link` is its bandwidth to the machine's other GPUs, in one direction."""
 
-    memory_gib: float
+    memory_gib: float  # usable, which is a little less than the sheet's
     memory_bytes_per_s: float
     link_bytes_per_s: float
     flops: float  # of dense bfloat16
@@ -63,21 +63,22 @@ GPUS = {
     "RTX4090": _gpu(23.5, 1008, _PCIE4, "RTX 4090"),
 }
 
-_USED_FLOPS, _USED_BANDWIDTH = 0.5, 0.7  # of what the sheet says, in large products and large reads
-# What the backward pass makes again, in forward passes. To keep everything costs more than "dots" makes again: a step
-# of Qwen3-1.7B takes 0.35 s on an H200 with "none", 0.33 s with "dots" and half the memory.
+_USED_FLOPS, _USED_BANDWIDTH = 0.5, 0.7  # share of the sheet's figure that large products and large reads reach
+# Cost of the backward pass beyond its gradients, in forward passes. Keeping everything ("none") recomputes nothing, but
+# costs more than what "dots" recomputes: a step of Qwen3-1.7B takes 0.35 s on an H200 with "none", 0.33 s with "dots"
+# and half the memory.
 _RECOMPUTED = {"none": 0.3, "dots": 0.1, "layer": 1.0}
-_GATHERS = 2  # of a split base, per micro-batch: for its forward and its backward pass
-_ENGINE_BYTES = 2 * GIB  # of an engine's GPU beside weights, adapters and cache: activations, graphs
+_GATHERS = 2  # all-gathers of a sharded base per micro-batch: for its forward and its backward pass
+_ENGINE_BYTES = 2 * GIB  # on an engine's GPU beside weights, adapters and cache: activations, CUDA graphs
 _LEAST_SEQUENCES = 4  # of full length that an engine's cache has to hold
-_MOST_ROWS = 4  # of a GPU in a micro-batch
-_SHARES = (0.3, 0.45, 0.6)  # of the only GPU that an engine may have, the trainer having the rest
-_SHOWN = 4
+_MOST_ROWS = 4  # of one GPU in a micro-batch
+_SHARES = (0.3, 0.45, 0.6)  # of a machine's only GPU that are tried for the engine; the trainer has the rest
+_SHOWN = 4  # layouts
 
 
 @dataclass(frozen=True)
 class RunLayout:
-    """Places of a run's parts on `trainer_gpus` and on `replicas * tensor_parallel` others, or all on the only one."""
+    """A run's trainer on `data * fsdp` GPUs and its engines on `replicas * tensor_parallel` others, or all on one."""
 
     data: int
     fsdp: int
@@ -110,21 +111,21 @@ class RunLayout:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A layout that fits: memory of a GPU of the trainer, tokens that the engines' caches hold, seconds of a step."""
+    """A layout that fits, with its memory and the seconds of a step."""
 
     layout: RunLayout
-    trainer_bytes: int
-    cached_tokens: int
+    trainer_bytes: int  # on each GPU of the trainer
+    cached_tokens: int  # that the key-value cache of one engine holds
     train_s: float
     play_s: float
-    step_s: float
+    step_s: float  # the longer of the two where they overlap, else their sum
 
 
 def read_machine(text: str) -> tuple[int, str]:
     """The number and kind of GPUs of "8xH100".
 
     Raises:
-        ConfigError: it is nothing like that, or a kind that is not known.
+        ConfigError: the text has another form, or the kind is not known.
     """
     found = re.fullmatch(r"([1-9]\d?)x(.+)", text)
     kind = next((kind for kind in GPUS if found and kind.lower() == found[2].lower()), None)
@@ -149,19 +150,20 @@ class Planner:
         self._size = cost.DTYPE_BYTES[self.policy.base.model.dtype]
         self._shared = count == 1 and not self._remote_engines
         rollout, trainer = run.config.rollout, self.policy.trainer
-        # Half of what they may be: prompts and replies are as long as their bounds only now and then.
+        # Prompts and replies are assumed to be half as long as their bounds, which they reach only now and then. With
+        # the context "append" an episode is one sequence, else each turn is one.
         turns = 1 if run.config.env.context == "append" else run.config.env.max_turns
-        agents = list(run.agents.values())  # each plays as many; those of base models are played and not trained
+        agents = list(run.agents.values())  # each plays as many turns; agents of base models are not trained
         trained = sum(model in run.policies for model in agents)
         self._length = max((rollout.max_prompt_tokens + rollout.max_new_tokens) // 2, 2)
         episodes = trainer.groups_per_step * rollout.group_size
-        self._trained_tokens = episodes * trained * turns * self._length  # of a step of each policy
+        self._trained_tokens = episodes * trained * turns * self._length  # in one step of each policy
         self._played_tokens = episodes * len(agents) * turns * self._length
         replies = episodes * len(agents) * run.config.env.max_turns
         self._sampled_tokens = min(replies * rollout.max_new_tokens // 2, self._played_tokens)
         row = _row(self._length, sampled_tokens=self._length * self._sampled_tokens // self._played_tokens)
         self._token_flops = cost.step_flops(self.model, self._lora, [row]) / self._length
-        self._trainers: dict[tuple[int, int, int, str], int] = {}  # bytes of those that were looked at
+        self._trainers: dict[tuple[int, int, int, str], int] = {}  # cache of `_trainer_bytes`
 
     def configured(self) -> RunLayout:
         """The layout that the run's config has."""
@@ -174,8 +176,11 @@ class Planner:
         return RunLayout(data, fsdp, rows, remat, engine.tensor_parallel, replicas, engine.gpu_memory_fraction)
 
     def estimates(self) -> list[Estimate]:
-        """Layouts that fit, the estimated fastest first; of equal ones the one whose base is split least, because not
-        every collection overlaps with products, then the one that leaves more memory."""
+        """Layouts that fit, the estimated fastest first.
+
+        Of equally fast ones first the one whose base is sharded least, because not every all-gather overlaps with
+        products, then the one that leaves more memory.
+        """
         found = [estimate for layout in self._layouts() if (estimate := self.estimate(layout)) is not None]
         return sorted(found, key=lambda each: (round(each.step_s, 3), each.layout.fsdp, each.trainer_bytes))
 
@@ -188,7 +193,7 @@ class Planner:
                     yield RunLayout(gpus // fsdp, fsdp, rows * gpus, remat, parallel, replicas, share)
 
     def _engines(self, trainer_gpus: int) -> Iterator[tuple[int, int]]:
-        """`tensor_parallel` and `replicas` that take all GPUs that the trainer leaves."""
+        """Pairs of `tensor_parallel` and `replicas` that use all GPUs that the trainer leaves."""
         if self._remote_engines:
             yield self._engine.tensor_parallel, 0
             return
@@ -208,6 +213,7 @@ class Planner:
         if layout.replicas and cached_tokens < _LEAST_SEQUENCES * self._engine.max_model_tokens:
             return None
         train_s, play_s = self._train_s(layout), self._play_s(layout, cached_tokens)
+        # They overlap, except with staleness 0 (nothing is played while a batch is trained on) or on one shared GPU.
         beside = self.run.config.dataflow.max_staleness > 0 and not self._shared
         step_s = max(train_s, play_s) if beside else train_s + play_s
         return Estimate(layout, trainer_bytes, cached_tokens, train_s, play_s, step_s)
@@ -218,7 +224,7 @@ class Planner:
         )
 
     def _trainer_bytes(self, layout: RunLayout) -> int:
-        """Of a GPU, whatever the engines are."""
+        """Bytes on each GPU of the trainer. The engines do not change them: computed once for each trainer."""
         trainer = (layout.data, layout.fsdp, layout.rows, layout.remat)
         if trainer in self._trainers:
             return self._trainers[trainer]
@@ -234,16 +240,18 @@ class Planner:
         return self._trainers[trainer]
 
     def _train_s(self, layout: RunLayout) -> float:
-        """Of a step: products, or the collection of a split base, whichever takes longer."""
+        """Seconds of training in a step: matrix products, or all-gathers of a sharded base, whichever takes longer."""
+        # Forward pass, gradients of activations and, in full training, gradients of weights cost about the same.
         forward = self._token_flops / (2 if self._lora else 3)
         flops = (self._token_flops + _RECOMPUTED[layout.remat] * forward) * self._trained_tokens
         products_s = flops / (layout.trainer_gpus * self.gpu.flops * _USED_FLOPS)
         passes = math.ceil(self._trained_tokens / (layout.rows * self.policy.trainer.row_tokens))
+        # In an all-gather a GPU receives every shard but its own.
         collected_bytes = self.model.parameter_count() * self._size * (layout.fsdp - 1) / layout.fsdp
         return max(products_s, passes * _GATHERS * collected_bytes / (self.gpu.link_bytes_per_s * _USED_BANDWIDTH))
 
     def _cached_tokens(self, layout: RunLayout) -> int:
-        """Tokens of the key-value caches of one engine."""
+        """Tokens that the key-value cache of one engine holds, over all of its GPUs."""
         size = cost.DTYPE_BYTES.get(self._engine.dtype, 2)
         per_gpu = self.gpu.memory_bytes * layout.gpu_memory_fraction - _ENGINE_BYTES
         per_gpu -= adapter_slots_bytes(self.run, self.policy.base, self.model, tensor_parallel=layout.tensor_parallel)
@@ -255,11 +263,15 @@ class Planner:
         return max(int(left / (2 * self.model.layers * self.model.kv_size * size)), 0)
 
     def _play_s(self, layout: RunLayout, cached_tokens: int) -> float:
-        """Of a step's episodes: prompts by products, replies by reading weights and caches for each token."""
+        """Seconds of playing a step's episodes: prompts by matrix products, replies token by token.
+
+        A decoding step makes one token of each of `at_once` sequences. It takes as long as reading all weights and
+        those sequences' caches, or as its products, whichever takes longer.
+        """
         if not layout.replicas:
             return 0.0
         size = cost.DTYPE_BYTES.get(self._engine.dtype, 2)
-        used = cost.weights_per_token(self.model) + self.model.hidden_size * self.model.vocab_size  # of a token
+        used = cost.weights_per_token(self.model) + self.model.hidden_size * self.model.vocab_size  # weights of a token
         at_once = min(
             self._engine.max_concurrent_sequences,
             self.run.config.rollout.max_concurrent_episodes / layout.replicas,
@@ -269,7 +281,7 @@ class Planner:
         read_bytes = weights_bytes + at_once * self._length * 2 * self.model.layers * self.model.kv_size * size
         token_s = read_bytes / (layout.tensor_parallel * self.gpu.memory_bytes_per_s * _USED_BANDWIDTH)
         token_s = max(token_s, at_once * 2 * used / (layout.tensor_parallel * self.gpu.flops * _USED_FLOPS))
-        if layout.tensor_parallel > 1:  # two sums over the GPUs of an engine a layer, each some 10 us at the least
+        if layout.tensor_parallel > 1:  # two all-reduces over the engine's GPUs per layer, each at least some 10 us
             token_s += 2 * self.model.layers * 1e-5
         prompts = self._played_tokens - self._sampled_tokens
         prompts_s = 2 * used * prompts / (layout.engine_gpus * self.gpu.flops * _USED_FLOPS)
@@ -361,8 +373,10 @@ def render(run: Run, machine: str) -> RenderableType:
 
 
 def _differing(found: Sequence[Estimate]) -> list[Estimate]:
-    """The best of each split between trainer and engines; four at the most. Shares of a GPU that leave an
-    engine the same cache, since config.engine.kv_cache_bytes holds it, differ in nothing.
+    """The best layout of each split between trainer and engines; four at the most.
+
+    The cache's size is part of the key: shares of a GPU that leave an engine the same cache, because
+    config.engine.kv_cache_bytes bounds it, count as one.
     """
     best: dict[tuple[float, ...], Estimate] = {}
     for each in found:

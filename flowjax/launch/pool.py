@@ -1,17 +1,18 @@
-"""Number of rollout nodes that a run could use, by how long its trainers wait for batches and how busy its nodes are.
+"""Number of rollout nodes that a run could use, from how long its trainers wait for batches and how busy its nodes are.
 
-Over the last `config.pool.steps` steps, with n nodes, the share w of a trainer's time that it waited (for the policy
-that waited most) and the share b of the nodes' slots that were playing:
+Measured over the last `config.pool.steps` steps with n nodes: w is the share of a trainer's time that it waited for
+batches (of the policy that waited most), b the share of the nodes' slots that were playing.
 
-    w > 0.10    ceil(n / (1 - w))           by which the trainer would wait no longer
-    w < 0.05    min(n, ceil(1.1 n b))       what idles may go, but for a tenth
+    w > 0.10    ceil(n / (1 - w))           n nodes feed a share 1 - w of the time: so many would feed all of it
+    w < 0.05    min(n, ceil(1.1 n b))       the nodes that were busy and a tenth more: the others may go
     otherwise   n
 
-Where nobody plays, the run's own machine included, no step ends and there is nothing to multiply: one, after a minute.
+Where nobody plays, not even the run's own machine, no step ends and nothing can be measured: one node is asked for
+after a minute.
 
-AstraFlow's balance report (arXiv 2605.15565), with the slots that idle in the place of its surplus of episodes: here
-nothing is played that the bound on staleness does not admit. There a person reads the report; here
-`config.pool.command` acts on it.
+Source: AstraFlow's balance report (arXiv 2605.15565). Idle slots stand for its surplus of episodes, since no episode is
+played here that the bound on staleness does not admit. There a person reads the report; here `config.pool.command`
+acts on it.
 """
 
 import contextlib
@@ -30,19 +31,19 @@ from flowjax.monitor.metrics import NewStatus, Progress, number, read_status, wr
 from flowjax.monitor.prometheus import MetricsEndpoint
 
 _GROW_ABOVE, _SHRINK_BELOW = 0.10, 0.05  # of a trainer's time
-_LONGEST_WAIT = 0.95  # that is believed: what a window of nothing but waiting asks for is bounded
-_KEPT = 1.1  # of the nodes that were busy
-_EMPTY_S = 60.0  # without a node, until one is asked for: those of the launch before come back
-_ROUNDING = 1e-9  # ten nodes are ten, also where a division makes a little more of it
+_LONGEST_WAIT = 0.95  # bound on w: at w = 1, a window of nothing but waiting, n / (1 - w) would be infinite
+_KEPT = 1.1  # times the nodes that were busy
+_EMPTY_S = 60.0  # without a node, before one is asked for: nodes of the launch before may come back by themselves
+_ROUNDING = 1e-9  # taken off before `ceil`: 10 nodes that a division makes 10.000000001 are not 11
 
 
 def wanted_nodes(nodes: int, *, waiting: float, busy: float, least: int, most: int) -> int:
     """Nodes that a run could use, between `least` and `most`.
 
     Args:
-        nodes: that play now.
-        waiting: share of a trainer's time that it waited for batches.
-        busy: share of the nodes' slots that were playing.
+        nodes: number of those that play now.
+        waiting: share of a trainer's time that it waited for batches, 0 to 1.
+        busy: share of the nodes' slots that were playing, 0 to 1.
     """
     wanted = nodes
     if not nodes:
@@ -55,13 +56,15 @@ def wanted_nodes(nodes: int, *, waiting: float, busy: float, least: int, most: i
 
 
 class Pool:
-    """Follows a run that is under way: `look` is to be called again and again. Says what is wanted in
-    `status-pool.json` and at a `/metrics` of its own, and runs the command of the config when it is not what there is.
+    """Compares a running run's nodes with the number that it could use, each time `look` is called.
+
+    Writes both to `status-pool.json` and to a `/metrics` endpoint of its own, and runs `config.pool.command` when they
+    differ.
 
     Args:
         config: of the run.
         say: prints a line.
-        clock: in seconds; no setting of the machine's date moves it.
+        clock: seconds of a monotonic clock, which a change of the machine's date does not move.
     """
 
     def __init__(
@@ -70,19 +73,19 @@ class Pool:
         self._run_dir, self._config, self._say, self._clock = run_dir, config.pool, say, clock
         self._plays = "rollout" not in config.elsewhere  # the run's own machine, which may take a while to start
         self.dataflow = NewStatus(run_dir, "dataflow")  # of this launch
-        self._empty_s: float | None = None  # since when nobody has played, or has been asked for in vain
+        self._empty_s: float | None = None  # since when nobody has played, or since a node was last asked for
         self._nodes, self._seen = 0, 0  # nodes that played, and lines of steps, at the last look
-        self._since = 0  # first line of this window
-        self._busy: list[float] = []  # of the window, one a look
+        self._since = 0  # index of this window's first line of a step
+        self._busy: list[float] = []  # share of slots that played, one value for each look of this window
         self._hook: subprocess.Popen[bytes] | None = None
-        # Nodes, and those that were asked for: while they are on their way, in a queue or starting, they are not asked
-        # for again.
+        # Number of nodes at the last request, and the number asked for. New nodes may wait in a cluster's queue or
+        # start slowly: the same request is not made twice.
         self._asked: tuple[int, int] | None = None
         self.status: dict[str, Any] = {}
         self._metrics = MetricsEndpoint(lambda: self.status, role="pool")
 
     def __enter__(self) -> "Pool":
-        with contextlib.suppress(OSError):  # of the launch before: its nodes may be gone
+        with contextlib.suppress(OSError):  # a status of the launch before: its nodes may be gone
             (self._run_dir / "status-pool.json").unlink(missing_ok=True)
         self._metrics.__enter__()
         return self
@@ -91,7 +94,7 @@ class Pool:
         self._metrics.__exit__()
         if self._hook is not None and self._hook.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._hook.pid, signal.SIGTERM)  # with what its shell has started
+                os.killpg(self._hook.pid, signal.SIGTERM)  # the group: the shell and what it has started
 
     def look(self, progress: Progress) -> None:
         """Take in what has happened since the last look."""
@@ -99,9 +102,10 @@ class Pool:
         workers = status.get("workers", {}).values()
         lines = progress.train
         if self._asked is not None and len(workers) > self._asked[0]:
-            self._asked = None  # some have come; those that are missing later on are others
+            self._asked = None  # some of those asked for have come: what is missing from now on is a new request
         if len(workers) != self._nodes or len(lines) < self._seen:
-            # What others played says nothing of these, and the next step began with them: a run's first with a start.
+            # Other nodes than before, or a trainer went back to a checkpoint: a new window. It skips the step that is
+            # under way, which the former nodes began (or which, in a run's first step, waits for all to start).
             self._nodes = len(workers)
             self._begin(len(lines) + 1)
         self._seen = len(lines)
@@ -115,7 +119,7 @@ class Pool:
         self._look_at_empty(status)
 
     def _look_at_empty(self, status: Mapping[str, Any]) -> None:
-        """Ask for a node where nobody plays: without one no step ends."""
+        """Ask for a node where nobody plays: no step ends then, so `look` would never decide."""
         if self._plays or not status or status["workers"] or status["finished"]:
             self._empty_s = None
             return
@@ -141,7 +145,7 @@ class Pool:
             "busy_share": busy,
             "metrics_url": self._metrics.url,
         }
-        with contextlib.suppress(OSError):  # a full disk is said elsewhere
+        with contextlib.suppress(OSError):  # the session reports a full disk
             write_status(self._run_dir, "pool", self.status)
         if wanted == self._nodes:
             self._asked = None
@@ -176,7 +180,7 @@ class Pool:
 
 
 def waiting_share(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Share of its time that a trainer waited for batches in these steps, of the policy that waited most."""
+    """Share of the steps' time that a trainer waited for batches, 0 to 1: of the policy that waited most."""
     found = []
     for policy in {line.get("policy", "") for line in lines}:
         steps = [line for line in lines if line.get("policy", "") == policy]
@@ -186,7 +190,7 @@ def waiting_share(lines: Sequence[Mapping[str, Any]]) -> float:
 
 
 def pool_lines(run_dir: Path) -> list[str]:
-    """The line of `--status` about a run's pool; none before its first window is over."""
+    """The line of `--status` about a run's pool; none before the pool's first decision."""
     status = read_status(run_dir, "pool")
     return [f"pool: {sentence(status)}"] if status else []
 

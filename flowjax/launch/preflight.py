@@ -1,5 +1,5 @@
-"""All checks of a run, on the config, this machine and the run's own modules, with what they find put together; and the
-plan that `--dry_run` shows, for this machine or a larger one."""
+"""All checks of a run (its config, this machine, the modules it names) with their findings in one place; and the plan
+that `--dry_run` shows, for this machine or a larger one."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ _PROBE_TIMEOUT_S = 600.0  # it takes seconds; a busy machine must not pass for a
 
 @dataclass
 class Findings:
-    """`problems` make the config unusable anywhere; `here` only on this machine as it is now."""
+    """Messages and sizes: `problems` make the config unusable anywhere, `here` only on this machine as it is now."""
 
     problems: list[str] = field(default_factory=list)
     here: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Findings:
 
 def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
     """Run every check. Nothing is written, nothing started but short-lived probes."""
-    # Started first: it takes seconds to import JAX, while the other checks run here.
+    # Started first: the probe takes seconds to import JAX, and the other checks run here meanwhile.
     probe = _start_probe(run, devices, run.folder / "checkpoints" if resume else None)
     problems, kind = check_config(run.config), "evaluation" if run.is_evaluation else "run"
 
@@ -74,8 +74,8 @@ def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
 
 
 def _lost_bases(run: Run, *, resume: bool) -> list[str]:
-    """Messages on nano base models that are not there and must not be made anew: those that a run has been trained on
-    already, and those of an evaluation, which plays what there is."""
+    """Messages on nano base models that are missing and must not be made anew: a resumed run has been trained on them,
+    or an evaluation is to play them. A new base would have other weights under the same name."""
     if not (missing := missing_bases(run)):
         return []
     if run.is_evaluation:
@@ -96,7 +96,7 @@ def _lost_bases(run: Run, *, resume: bool) -> list[str]:
 
 
 def _relay_problems(servers: str) -> list[str]:
-    """Messages where none of the NATS servers can be used from here."""
+    """A message where none of the NATS servers can be used from here."""
     from flowjax.relay import dialled
 
     async def dial() -> None:
@@ -123,27 +123,27 @@ def _engine_problems(run: Run) -> list[str]:
 
 
 def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
-    """Most that checkpoints, adapter folders, versions on their way to nodes, and int8 copies of a run take at once.
+    """Most bytes that checkpoints, adapter folders, versions on their way to nodes, and int8 copies take at once.
 
-    Of copies it is what is not there yet.
+    Of int8 copies only the part that is not on the disk yet counts.
     """
     from flowjax.rollout.sidecar import served_folder
 
     needed_bytes = 0
     for policy in run.policies.values():
         trainer, model = policy.trainer, plan.get("bases", {}).get(policy.base.name, {}).get("model", {})
-        saved = model.get("policies", {}).get(policy.name, {})  # sizes of its own: ranks may differ
-        if run.is_evaluation:  # its checkpoint is a link
+        saved = model.get("policies", {}).get(policy.name, {})  # for each policy: ranks may differ
+        if run.is_evaluation:  # its checkpoint is a link to the run's
             needed_bytes += saved.get("adapter_bytes", 0)
             continue
         kept = trainer.keep_checkpoints + 1  # the one being written
         kept += trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
         adapters = run.config.dataflow.max_staleness + 2
         versions = trainer.keep_checkpoints + 1 if trainer.checkpoint_every > 1 else 0  # between checkpoints
-        if run.is_node:  # it has what engines read, and no state of the optimiser
+        if run.is_node:  # it has the weights that engines read, and no state of the optimiser
             needed_bytes += max(kept, adapters) * saved.get("adapter_bytes", 0)
             continue
-        adapters += kept if policy.train == "full" else 0  # each checkpoint has its own
+        adapters += kept if policy.train == "full" else 0  # full training: a copy for engines beside each checkpoint
         needed_bytes += kept * saved.get("checkpoint_bytes", 0) + adapters * saved.get("adapter_bytes", 0)
         needed_bytes += versions * saved.get("version_bytes", 0)
         # Nodes may join.
@@ -154,7 +154,7 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
     for name, base in run.bases.items():
         if base.engine.quantize == "int8" and base.engines:
             copy, there = served_folder(run, base), 0
-            for folder in (copy, *copy.parent.glob(f".{copy.name}.*")):  # also a part, which gives way
+            for folder in (copy, *copy.parent.glob(f".{copy.name}.*")):  # also an unfinished copy, which is replaced
                 there += sum(path.stat().st_size for path in folder.glob("*"))
             copy_bytes = plan.get("bases", {}).get(name, {}).get("model", {}).get("served_bytes", 0)
             needed_bytes += max(copy_bytes - there, 0)
@@ -243,15 +243,15 @@ def render_plan(
 
 
 def batch_lines(run: Run) -> list[tuple[str, str]]:
-    """Arithmetic of one step and of the run, from the config alone."""
-    from flowjax.records import most_turns  # which imports JAX: only a plan needs it
+    """Counts of episodes, turns and tokens of one step and of the run, from the config alone."""
+    from flowjax.records import most_turns  # imported here: it imports JAX, which only a plan needs
 
     config, trainer, rollout = run.config, run.config.trainer, run.config.rollout
     episodes = trainer.groups_per_step * rollout.group_size
     most, several = most_turns(run), len(run.agents) > 1
     turns, of_all = episodes * most, " (turns of all agents)" if several else ""
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    # Of several agents each has a sequence of its own, and may have more than one in an episode.
+    # Each of several agents has its own sequences, and may have more than one in an episode.
     whole = config.env.context == "append" and not several
     sequences, which = (episodes, "an episode is one sequence") if whole else (turns, "each turn its own sequence")
     tokens = trainer.micro_batch_rows * trainer.row_tokens
@@ -302,7 +302,7 @@ def device_lines(run: Run, devices: Devices, found: Findings) -> list[tuple[str,
 
 
 def engine_line(engine: ConfigDict, accelerators: Sequence[str]) -> str:
-    """Place and manner of the engines of one base model, whose section `engine` this is."""
+    """Devices or addresses, parallelism and dtype of one base model's engines, from its section `engine`."""
     where = (
         f"accelerators {','.join(accelerators)}"
         if accelerators
@@ -316,7 +316,7 @@ def engine_line(engine: ConfigDict, accelerators: Sequence[str]) -> str:
 
 
 def model_lines(run: Run, base: Base, model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Sizes of a base model, of what is saved and of what is served."""
+    """Sizes of a base model: of its parameters, of checkpoints, and of what its engines hold in memory."""
     engine, parallel = base.engine, base.engine.tensor_parallel
     kv_tokens = engine.max_concurrent_sequences * engine.max_model_tokens
     folder = f"{base.model.path}: {model['parameters']:,} parameters"
@@ -364,7 +364,7 @@ def _environment(env: Mapping[str, str]) -> str:
 
 
 def port_lines(run: Run, ports: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The ports of what is started here; those that are not fixed are marked."""
+    """The ports of the servers that are started here; those that the config does not fix are marked."""
     fixed = fixed_ports(run)
     chosen = " (free now; chosen anew at the start)"
     return [(name, f"{port}{'' if name in fixed else chosen}") for name, port in ports.items()]
@@ -375,7 +375,7 @@ def _rows(title: str, lines: Sequence[tuple[str, str]]) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in lines:
-        table.add_row(f"  {name}", Text(value))  # paths may have what rich would read as its markup
+        table.add_row(f"  {name}", Text(value))  # `Text`: a path may contain what rich reads as markup
     return Group(Text(title, "bold"), table)
 
 

@@ -41,8 +41,8 @@ from flowjax.workflows import agents_of, demonstrates, episode_outcomes, outcome
 def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform: str = "cpu") -> dict[str, Any]:
     """Problems, what is not ready on this machine, and the sizes that a plan shows.
 
-    `device_count` is the trainer's, 0 where it is elsewhere and nobody knows; `checkpoints` the folder that a resumed
-    run goes on from, with one of each policy; `platform` what its trainer computes on.
+    `device_count` is the trainer's, 0 where it runs elsewhere and the count is not known; `checkpoints` the folder of
+    a resumed run with a folder for each policy; `platform` JAX's name of what the trainer computes on.
     """
     plan: dict[str, Any] = {"bases": {}}
     here: list[str] = []
@@ -61,14 +61,14 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform:
 
 
 def _named(problems: Sequence[str]) -> list[str]:
-    """Each once: a world that cannot be imported stops several checks. Rooms below name fields without "config."."""
+    """Each message once: a world that cannot be imported fails several checks. Some name fields without "config."."""
     return list(dict.fromkeys(f"config.{text}" if text.startswith("env.") else text for text in problems))
 
 
 def _messages(check: Callable[..., Iterator[str] | None], *args: Any, here: list[str] | None = None) -> list[str]:
-    """The problems that a check yields or raises; every room's own error is a ValueError with a message for users.
+    """The problems that a check yields or raises: errors meant for users are all subclasses of ValueError.
 
-    What is only missing on this machine goes to `here`; without a list to take it, it ends the check around this one.
+    `NotReady`, for things missing on this machine only, goes to `here`; without that list it is raised on.
     """
     found: list[str] = []
     try:
@@ -83,11 +83,11 @@ def _messages(check: Callable[..., Iterator[str] | None], *args: Any, here: list
 
 
 def _fails(what: str, error: Exception) -> str:
-    """Message on a world of one's own, which may fail in any way.
+    """Message on an error of a user's own world, which may fail in any way.
 
     Raises:
         NotReady: a file or another machine is not there.
-        ValueError: a room refuses something, which its own message says.
+        ValueError: `error` itself, where its message was made for users.
     """
     if is_refusal(error):
         raise error
@@ -139,7 +139,7 @@ def _world(config: ConfigDict) -> Iterator[str]:
 
 
 def _taught(run: Run) -> Iterator[str]:
-    """The world that a nano base is taught in, where that has other options than the run's."""
+    """Problems with the world of a nano base's warm start, where it has other options than the run's."""
     config = run.config
     sections = ("env_options", "noisy_env_options")
     for (name, base), section in itertools.product(run.bases.items(), sections):
@@ -161,7 +161,7 @@ def _taught(run: Run) -> Iterator[str]:
 
 
 def _executors(run: Run) -> Iterator[str]:
-    """Base models of the run, and endpoints, that the world's environments ask themselves."""
+    """Problems with base models of the run, and endpoints, that the world's environments ask (as operators do)."""
     config, obstacles = run.config, []
     for source in config.env.sources or ("",):
         with naming_options_of(source, config):
@@ -169,7 +169,7 @@ def _executors(run: Run) -> Iterator[str]:
         field = f"config.env.sources.{source}.options" if source else "config.env.options"
         for name, tokens in world.asked_bases().items():
             if (base := run.bases.get(name)) is None:
-                continue  # the checks of the config say so
+                continue  # `check_config` reports it
             if base.model.nano is not None and not is_executor(run, name, world):
                 yield (
                     f"{field} has the base model {name!r} asked by operators, but that is a nano base which is taught "
@@ -190,7 +190,7 @@ def _executors(run: Run) -> Iterator[str]:
 
 
 def _data(config: ConfigDict) -> Iterator[str]:
-    """The files that tasks come from."""
+    """Problems with the tasks of each split: they have to open, and the first has to be a `Task` that can be sent."""
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
 
     wanted = {"train": train_tasks} if not config.eval.versions else {}
@@ -211,12 +211,12 @@ def _data(config: ConfigDict) -> Iterator[str]:
 def _data_algorithms(config: ConfigDict) -> None:
     from flowjax.dataflow.algorithms import Chain, build_algorithms
 
-    with Chain(build_algorithms(config)).state_changes():  # which packs their states: one that cannot be is found now
+    with Chain(build_algorithms(config)).state_changes():  # packs their states: one that cannot be packed raises now
         pass
 
 
 def _templates(run: Run) -> Iterator[str]:
-    """Tokenizers of the base models that are here, and the options of chat templates."""
+    """Problems with the tokenizers of base models that are here, and with the options of chat templates."""
     from flowjax.models.nano import CHAT_TEMPLATE
     from flowjax.workflows.codec import Codec, CodecError, check_template_options
 
@@ -232,7 +232,7 @@ def _templates(run: Run) -> Iterator[str]:
 
 
 def _learning(run: Run) -> Iterator[str]:
-    """Reward, credit and loss of each policy."""
+    """Problems with reward, credit and loss of each policy."""
 
     def check(policy: Policy) -> list[str]:
         reward = _messages(_reward, policy, run)
@@ -245,7 +245,7 @@ def _reward(policy: Policy, run: Run) -> None:
     from flowjax.rewards import check_reward
 
     components, workflow, world = policy.reward.components.to_dict(), run.config.workflow, run.config.env.name
-    alone = len(run.agents) == 1  # an evaluation pays a base model in the policy's place, but none of several
+    alone = len(run.agents) == 1  # then an evaluation may have a base model in the policy's place, rewarded like it
     agents = [agent for agent, model in run.agents.items() if model == policy.name] or [""] * alone
     module, _, name = workflow.partition(":")
     for agent in agents if components and not workflow_problem(module, name) else ():
@@ -279,7 +279,7 @@ def _loss(loss: ConfigDict) -> None:
 
 
 def _rules(run: Run) -> None:
-    """The rules of each policy's optimiser cover what it trains."""
+    """Check that the rules of each policy's optimiser match the names of the arrays that it trains."""
     from flowjax.models.decoder import base_specs
     from flowjax.models.lora import Lora, adapter_specs
     from flowjax.trainer.optimizer import check_rules
@@ -298,7 +298,7 @@ def _rules(run: Run) -> None:
 
 
 def _bases(run: Run, device_count: int, platform: str, plan: dict[str, Any]) -> Iterator[str]:
-    """Sizes of each base model and of what is trained on it; yields what does not divide over the trainer's mesh."""
+    """Sizes of each base model and of the policies on it, into `plan`; yields what does not divide over the mesh."""
     from flowjax.models.sharding import resolve_mesh
 
     mesh = resolve_mesh(run.config.mesh.to_dict(), device_count) if "mesh" in plan else None  # it is known, and fits
@@ -317,7 +317,7 @@ def _bases(run: Run, device_count: int, platform: str, plan: dict[str, Any]) -> 
 
 
 def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
-    """Memory that the base model takes on its engines; yields what it would refuse to serve."""
+    """Memory that the base model takes on its engines, into `plan`; yields settings that they would refuse."""
     from flowjax.models import cost
 
     if model := decoder_shape(run, base):
@@ -343,7 +343,8 @@ def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, on: str, plan: dict[str, Any]) -> Iterator[str]:
-    """Memory of a policy in its trainer, if its mesh is known; yields what does not divide, or no engine serves."""
+    """Sizes of a policy, and its trainer's memory if the mesh is known; yields what does not divide or cannot be
+    served."""
     from jax.sharding import AbstractMesh
 
     from flowjax.models import cost
@@ -377,7 +378,7 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, on: str, 
 
 
 def _checkpoints(run: Run, folder: Path) -> Iterator[str]:
-    """A policy's newest checkpoint, or one before it, can be read, and its trainer's last step is not behind it."""
+    """Problems where no checkpoint of a policy can be read, or its newest is beyond the trainer's last step."""
     from flowjax.weights.publish import CheckpointError, read_adapter, whole_steps
 
     def check(policy: Policy) -> Iterator[str]:
@@ -397,8 +398,8 @@ def _checkpoints(run: Run, folder: Path) -> Iterator[str]:
 
 
 def _first_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
-    """An episode without engines, in which every reply is empty: what breaks it, of one's own, would break all. Then
-    the world alone, twice."""
+    """Play one episode without engines, every reply empty: a fault of a user's world or workflow that ends it would end
+    all. Then play the world alone twice, with the same random actions: it has to do the same."""
     from flowjax.canvas.backends import OfflineBackend, Rule
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
     from flowjax.envs.pool import EnvPool, irregularity
@@ -407,7 +408,7 @@ def _first_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     kind, config = find_world(run.config.env.name), run.config
     shipped = all(path.startswith("flowjax.") for path in (config.env.name, config.workflow))
     if shipped or "rollout" in config.elsewhere or kind.asked_bases is not World.asked_bases:
-        return  # it is tested, or what it is played with, or asks, is not there yet
+        return  # shipped code has tests; this machine does not play; or the bases that the world asks do not run yet
     task = task_at((held_out_tasks if config.eval.versions else train_tasks)(config), 0)
     if kind(**task_options(config, task.source)).STEPS_WAIT:
         return
@@ -431,7 +432,7 @@ def _first_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
 
 
 def main() -> None:
-    answer_to, sys.stdout = sys.stdout, sys.stderr  # a world or a library may print
+    answer_to, sys.stdout = sys.stdout, sys.stderr  # a world or library that prints must not spoil the JSON answer
     request = json.load(sys.stdin)
     config = default_config()
     with config.unlocked():

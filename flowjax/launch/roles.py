@@ -28,13 +28,13 @@ OFFLINE = {
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_ON_CPU = {"JAX_PLATFORMS": "cpu"}  # must not take memory from the trainer's devices
-# XLA on CPUs asks for its temporaries anew at every step: with huge pages a tenth of a training step is saved and more.
+_ON_CPU = {"JAX_PLATFORMS": "cpu"}  # these roles must not take memory from the trainer's devices
+# XLA on CPUs allocates its temporaries anew at every step: huge pages save a tenth of a training step and more.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def trainer_roles(run: Run) -> dict[str, str]:
-    """The trainers that are started here: name of the role -> the policy that it trains, "" for all of them."""
+    """The trainers that are started here: name of the role -> the policy that it trains, "" for all policies."""
     if not run.trains:
         return {}
     if not run.config.separate_trainers:
@@ -43,7 +43,10 @@ def trainer_roles(run: Run) -> dict[str, str]:
 
 
 def stop_order(run: Run) -> tuple[tuple[str, ...], ...]:
-    """Rollout and trainers together; then dataflow and engines. Nodes hear the dataflow's last word by the relay."""
+    """Waves of roles that stop one after the other: rollout and trainers first, then all others.
+
+    On a run with a relay the dataflow stops before it: its last message to nodes goes through the relay.
+    """
     together = ("rollout", *trainer_roles(run))
     return (together, ("dataflow",)) if run.is_relayed and not run.is_node else (together,)
 
@@ -57,7 +60,7 @@ def choose_ports(run: Run) -> dict[str, int]:
 
 
 def publish_endpoints(run: Run, ports: Mapping[str, int]) -> None:
-    """Say where roles find each other, and the engines that run elsewhere."""
+    """Write `endpoints.json`, in which roles find each other and the engines that run elsewhere."""
     given = {engine.name: engine.url for engine in run.engines if engine.url}
     hosts = {"dataflow": reachable(run.config.dataflow.host)}
     started = {name: f"http://{hosts.get(name, '127.0.0.1')}:{port}" for name, port in ports.items()}
@@ -66,10 +69,11 @@ def publish_endpoints(run: Run, ports: Mapping[str, int]) -> None:
 
 
 def check_reached(run: Run) -> list[str]:
-    """The address in endpoints.json is one that a trainer on other hosts reaches.
+    """A problem where a trainer on other hosts cannot reach the dataflow's address in endpoints.json.
 
-    It is on others where its processes meet at an address beyond loopback; and a name is given for others: one that is
-    loopback here, as Debian has a machine's own, would have the dataflow listen for this machine alone.
+    Checked where the config names an address for others: the trainer's coordinator, or the dataflow's host, is not
+    loopback by its text. A name can still resolve to loopback here, as a machine's own name does on Debian: then the
+    dataflow would listen for this machine alone.
     """
     config, host = run.config, reachable(run.config.dataflow.host).strip("[]")
     first = config.trainer.coordinator.rpartition(":")[0].strip("[]")
@@ -86,10 +90,10 @@ def check_reached(run: Run) -> list[str]:
 
 
 def missing_bases(run: Run) -> list[str]:
-    """Nano base models that have to be made first, each folder once; none where no role here reads them."""
+    """Names of nano base models that have to be made first, one for each folder; none where no role here reads them."""
     if {"rollout", "trainer"} <= set(run.config.elsewhere):
         return []
-    # Backwards, and back again: of several names of one folder the first is the one that stays.
+    # Reversed twice: where several names have one folder, a dict keeps the last, which is then the first.
     missing = {
         base.model.path: name
         for name, base in reversed(run.bases.items())
@@ -99,7 +103,7 @@ def missing_bases(run: Run) -> list[str]:
 
 
 def warm_start_roles(run: Run, devices: Devices) -> list[Role]:
-    """Makers of the missing nano base models, one after the other."""
+    """Roles that make the missing nano base models, one after the other."""
     return [
         Role(
             "warm_start" if base == BASE_NAME else f"warm_start-{base}",
@@ -113,7 +117,7 @@ def warm_start_roles(run: Run, devices: Devices) -> list[Role]:
 
 
 def int8_roles(run: Run) -> list[Role]:
-    """Makers of the int8 copies that engines started here read. One that is there already is left as it is."""
+    """Roles that make the int8 copies for engines that start here. A copy that is there already is left as it is."""
     from flowjax.rollout.sidecar import largest_code, served_folder
 
     def command(base: Base) -> list[str]:
@@ -134,7 +138,7 @@ def int8_roles(run: Run) -> list[Role]:
 
 
 def drop_copies(run: Run) -> None:
-    """Take away what nobody reads once no role runs: int8 copies of base models, and versions packed for nodes."""
+    """Delete files that nobody reads once no role runs: int8 copies of base models, and versions packed for nodes."""
     from flowjax.dataflow.files import PACKED
     from flowjax.rollout.sidecar import INT8_FOLDER
 
@@ -167,7 +171,7 @@ def engine_roles(run: Run, ports: Mapping[str, int], devices: Devices) -> list[R
 
 
 def _trainer_command(run: Run, policy: str, devices: Devices) -> Sequence[str]:
-    """A trainer, or all processes of one on this machine."""
+    """The command of a trainer; of several processes on this machine it is `together.py` with the trainer's."""
     command = [
         sys.executable,
         "-m",
@@ -181,7 +185,7 @@ def _trainer_command(run: Run, policy: str, devices: Devices) -> Sequence[str]:
 
 
 def _relay_roles(run: Run) -> list[Role]:
-    """This machine's end of the way to nodes, or to the run, where that leads over a NATS server."""
+    """This machine's end of the connection to nodes (on a node: to the run), where a NATS server relays it."""
     if not run.is_relayed:
         return []
     return [
@@ -240,12 +244,12 @@ def run_roles(run: Run, ports: dict[str, int], devices: Devices) -> list[Role]:
 
 
 def _again(run: Run, ports: dict[str, int], devices: Devices, name: str) -> tuple[Role, str]:
-    """A server as it is started anew: at another port where somebody else has taken its own meanwhile.
+    """A server's role for a restart, and news: at another port if another process has taken the port meanwhile.
 
-    Who calls it learns of it by endpoints.json.
+    Clients learn the new port from endpoints.json.
 
     Raises:
-        OSError: the port is taken, and the config fixes it.
+        OSError: the port is in use, and the config fixes it.
     """
     news, port = "", ports[name]
     if not can_bind(port, run.config.dataflow.host if name == "dataflow" else LOOPBACK):
@@ -258,6 +262,6 @@ def _again(run: Run, ports: dict[str, int], devices: Devices, name: str) -> tupl
 
 
 def fixed_ports(run: Run) -> set[str]:
-    """Servers whose ports the config gives."""
+    """Names of the servers whose ports the config gives."""
     fixed = {engine.name for engine in run.engines if engine.port}
     return fixed | ({"dataflow"} if run.config.dataflow.port else set())

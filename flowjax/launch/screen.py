@@ -66,7 +66,7 @@ class Screen:
         self.states, self._console = states, console
         self._started_s = time.time()
         self._live: Live | None = None
-        self.progress.update()  # what a resumed run did before is known, but not shown again
+        self.progress.update()  # lines from before a resume count, but are not shown again
         self._warm.update()
         self._warm_shown = self._warm_tenths()
         self._warned: set[tuple[str, str]] = set()  # policies, and the rules that they broke
@@ -104,7 +104,7 @@ class Screen:
 
     def render(self) -> RenderableType:
         warnings = [Text(f"warning: {warning}", "bold yellow") for warning in self.progress.symptoms]
-        # A small terminal cuts off what is last, and a warning stays above the screen, too.
+        # Warnings last: a small terminal cuts off the end, and each warning was also printed above the screen.
         parts = [self._bar(), self._numbers(), self._roles(), *warnings]
         return Panel(Group(*parts), title=Text(f"flowjax · {self._run_dir}"), subtitle="Ctrl-C stops", padding=(0, 1))
 
@@ -151,8 +151,8 @@ class Screen:
 
 
 def figures(progress: Progress, rollout: Mapping[str, Any], dataflow: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of what the screen shows; "-" for what is not known yet."""
-    curve = "" if progress.several else _curve(progress.train, 24)  # of several in turn it would be a saw
+    """Names and values of the figures on the screen; "-" for a value that is not known yet."""
+    curve = "" if progress.several else _curve(progress.train, 24)  # lines of several policies alternate: a zigzag
     newest, version = max(progress.evals, default=0), count({**dataflow, **rollout}, "serving_version", "version")
     sampled, read = number(rollout, "sampled_tokens_per_s"), progress.rate("tokens_per_s")
     lag, lag_most = progress.recent("staleness_mean"), progress.last("staleness_max")
@@ -179,14 +179,14 @@ def _curve(lines: Sequence[Mapping[str, Any]], width: int) -> str:
 
 
 def _replies(progress: Progress) -> str:
-    """Share of invalid ones, their length and entropy, and the share that was cut."""
+    """Shares of invalid replies and of those cut at the token limit, length in tokens, entropy."""
     tokens, entropy = fixed(progress.recent("reply_tokens_mean"), 1), fixed(progress.recent("entropy"), 2)
     invalid, cut = percent(progress.share("invalid_share")), percent(progress.share("cut_share"))
     return f"{invalid} invalid, {cut} cut, {tokens} tokens, entropy {entropy}"
 
 
 def _policy(name: str, lines: Sequence[Mapping[str, Any]], dataflow: Mapping[str, Any]) -> tuple[str, str]:
-    """A line of one of several policies."""
+    """Name and figures of one of several policies."""
     counts, entry = dataflow.get("policies", {}).get(name, {}), lines[-1]
     success, served = percent(number(entry, "success_rate")), f"serves {count(counts, 'version')}"
     lag, ready = f"lag {count(counts, 'lag')}", f"{count(counts, 'ready_groups')} ready"
@@ -194,7 +194,7 @@ def _policy(name: str, lines: Sequence[Mapping[str, Any]], dataflow: Mapping[str
 
 
 def plain_line(entry: Mapping[str, Any], progress: Progress, steps: Mapping[str, int]) -> str:
-    """One metrics entry in words; empty for what is not shown."""
+    """One metrics entry in words; empty for kinds that are not shown."""
     kind = entry.get("kind")
     if kind == "train":
         step = entry.get("step")
@@ -263,7 +263,7 @@ def phases(progress: Progress) -> str:
 
 # ------------------------------------------------------------------------------------------------------ status of a run
 
-_SILENT_S = 10.0  # a role that writes its status every second and has not for so long is away
+_SILENT_S = 10.0  # a role writes its status every second: one that has not for this long is shown as away
 _ENDED = ("done", "stopped", "failed")  # phases that outlive the launcher
 
 
@@ -342,7 +342,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
 
 
 class _Turning:
-    """A table that is turned where the terminal is too narrow for it: a column for each of its rows."""
+    """A table that is transposed, each row to a column, where the terminal is too narrow for it."""
 
     def __init__(self, *names: str):
         self._rows: list[tuple[str, ...]] = [names]
@@ -364,7 +364,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Table:
 
 
 def _state(role: Mapping[str, Any], launched: bool) -> Text:
-    """State of a role in the launcher's words. With the launcher go all roles that it has started."""
+    """State of a role in the launcher's words; "gone" without a launcher, as the roles it started end with it."""
     if not role:
         return Text()
     phase, restarts, why = role["phase"], role["restarts"], role["detail"]

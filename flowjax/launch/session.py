@@ -32,13 +32,13 @@ _SHOWN = (
 
 
 class RunConsole(Console):
-    """Output of a run, which goes on where nobody reads it any more, as in `... | head`."""
+    """Console of a run that goes on after its output has been closed, as in `... | head`."""
 
     def __init__(self):
         super().__init__(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
     def on_broken_pipe(self) -> None:
-        with contextlib.suppress(SystemExit):  # of rich, which sends what follows to nowhere first
+        with contextlib.suppress(SystemExit):  # rich sends all further output to /dev/null, then exits
             super().on_broken_pipe()
 
 
@@ -47,9 +47,10 @@ class RunSession:
 
     Args:
         steps: last step of each policy.
-        warm_steps: of each base that is made first.
-        apart: the policies' trainers work side by side.
-        look: is called with what is known of the run after each refresh of the screen.
+        warm_steps: steps of the warm start of each base that is made first.
+        apart: each policy has a trainer of its own, and these work side by side.
+        stop_order: waves of roles that stop one after the other; all others follow.
+        look: called after each refresh of the screen with the run's progress.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class RunSession:
         await done(supervisor, self.screen.progress)
 
     async def _refresh(self) -> None:
-        """Redraw the screen again and again; what it cannot read now is said once, and read the next time."""
+        """Redraw the screen until cancelled. An error is printed once, not at each of the redraws that repeat it."""
         said = ""
         while True:
             try:
@@ -145,7 +146,7 @@ class RunSession:
             await asyncio.sleep(_REFRESH_S)
 
     async def _watch_folder(self) -> None:
-        """Say when the run's folder cannot be written, which holds all roles up, and when it can again."""
+        """Say when the run's folder cannot be written, for which all roles wait, and when it can again."""
         said = ""
         while True:
             if (problem := probe(self._run_dir)) and not said:
@@ -161,13 +162,13 @@ class RunSession:
             self.screen.say(text)
 
     def _write_status(self) -> None:
-        """`status-launch.json`: what `--status` knows of the roles, those that are down among them."""
+        """Write `status-launch.json`, from which `--status` knows the roles, those that are down included."""
         with contextlib.suppress(OSError):
             roles = {name: asdict(state) for name, state in self.screen.states.items()}
             write_status(self._run_dir, "launch", {"roles": roles})
 
     def _listen(self, supervisor: Supervisor, work: asyncio.Task[None]) -> None:
-        # The first signal cancels the work, whose end stops the roles in order; while they stop, another kills them.
+        # The first signal cancels the work, whose `finally` stops the roles in order; a second one kills them.
         def stop(number: signal.Signals) -> None:
             if self._interrupted or work.done():
                 supervisor.kill()
@@ -178,7 +179,7 @@ class RunSession:
         on_signals(stop)
 
     def _on_event(self, role: str, event: str, text: str) -> None:
-        shown = self._console.is_terminal  # elsewhere the screen tells what is in the metrics
+        shown = self._console.is_terminal  # elsewhere the screen prints events itself, from the metrics file
         try:
             self._metrics.write("run", role=role, event=event, text=text)
         except OSError:  # a full disk must not end the supervision, nor silence it

@@ -19,15 +19,15 @@ from flowjax.monitor.trouble import explain, probe, unwritable_in, write_whole
 
 _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S = 0.1
-_STOPPED_S = 10.0  # that a pause takes at least where this process was stopped (Ctrl-Z), or its machine
+_STOPPED_S = 10.0  # a poll that took longer: this process was stopped (Ctrl-Z), or its machine was suspended
 _HEALTH_EVERY_S = 1.0
 _ASSUMED_UP_S = 30.0  # a role that cannot be asked counts as up once it has lived this long
 _UNRESPONSIVE_S = 120.0  # a role that was up and has not answered for this long is killed
-_UNHEALTHY_S = 10.0  # so is one that has refused for this long: busy is silent, refusing is no server any more
+_UNHEALTHY_S = 10.0  # so is one that has refused for this long: a busy server is silent, a broken one refuses
 _RESTART_WINDOW_S = 3600.0  # a restart longer ago than this is not held against its role: runs last for days
 _LONGEST_BACKOFF_S = 15.0  # between lives of a role: with the time that a start takes, a run goes on within a minute
-_TAIL_BYTES = 64 * 1024  # of a log, that are read for its last lines
-_PAUSE_S = 3600.0  # a disk may be full for this long: then the run ends
+_TAIL_BYTES = 64 * 1024  # read from the end of a log for its last lines
+_PAUSE_S = 3600.0  # a disk may be full for this long before the run ends
 _ERROR_LINE = re.compile(r"(?:[\w.]*(?:Error|Exception|Refused)|trainer|rollout|dataflow|warm_start)\b.*: .")
 USER_MISTAKE = 2  # exit status of a role that its config does not allow to run: starting it again changes nothing
 
@@ -36,10 +36,10 @@ USER_MISTAKE = 2  # exit status of a role that its config does not allow to run:
 class Role:
     """One child process of a run. A `finite` role ends by itself with status 0; for others every end is a failure.
 
-    It may be restarted `restarts` times within an hour; what dies more often has failed for good. It is up when
-    `health` says so, or once it has written the file `written`; `if_slow` follows the message on one that is not up in
-    time. `again` makes it anew for a restart, with what there is to say of that; it may raise an OSError, and the role
-    waits.
+    It may be restarted `restarts` times within an hour; one that dies more often has failed for good. It is up when
+    `health` returns True, or once it has written the file `written`; `if_slow` ends the message on a role that is not
+    up in time. `again` returns the role as it is to be restarted, with a line of news ("" for none); where it raises an
+    OSError, the role waits.
     """
 
     name: str
@@ -66,7 +66,7 @@ class RoleFailed(Exception):
         return f"{self.role} has failed: {self.reason}\n  the end of {self.log}:\n{tail}\n  the whole log: {self.log}"
 
 
-# Errors of the asker: they say nothing of the role.
+# The asking process is out of files, memory or ports: that says nothing about the role.
 _OF_THE_ASKER = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EAGAIN)
 
 
@@ -105,7 +105,7 @@ async def answers(host: str, port: int, path: str, timeout_s: float = 5.0) -> bo
 
 
 class Supervisor:
-    """Starts roles and keeps them up until it is asked to stop. `on_event(role, event, text)` hears what happens."""
+    """Starts roles and keeps them up until it is asked to stop. Calls `on_event(role, event, text)` for all events."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Supervisor:
                 child.kill()
 
     async def _stop_one(self, name: str, grace_s: float) -> None:
-        self._stopping.add(name)  # first: its keeper would take the end for a failure, and start it again
+        self._stopping.add(name)  # before the signal: else its keeper takes the end for a failure and restarts it
         keeper, child, state = self._keepers[name], self._children.get(name), self.states[name]
         if child is not None and child.poll() is None:
             state.phase = "stopping"
@@ -192,7 +192,7 @@ class Supervisor:
             self._on_event(name, "stopped", "")
 
     async def _keep(self, role: Role) -> None:
-        """Keep a role up. Whatever goes wrong here ends the run: nobody waits for this task's result."""
+        """Keep a role up. An unexpected exception ends the run: nobody awaits this task, so it would go unseen."""
         try:
             await self._keep_up(role)
         except Exception as error:
@@ -202,8 +202,8 @@ class Supervisor:
         state, log = self.states[role.name], self._log(role)
         ever_up = False
         restarted_s: list[float] = []  # times of the restarts that still count
-        paused_s, said = None, ""  # since when the machine is at fault and not the role; what was reported of it
-        while role.name not in self._stopping:  # it may have waited for its restart when all were killed
+        paused_s, said = None, ""  # since when the machine is at fault, not the role; the last report of that
+        while role.name not in self._stopping:  # `kill` may come while a role waits for its restart
             role, status, reason, trouble = await self._live(role, state)
             ever_up = ever_up or state.phase == "up"
             if role.name in self._stopping:
@@ -214,8 +214,8 @@ class Supervisor:
                 return
             lived_s = time.time() - state.started_s if state.phase == "up" else 0.0
             lived_long = lived_s > self._assumed_up_s
-            # A full disk, say: it uses up no restart of the role. But what comes up each time and then complains of a
-            # disk that can be written from here may do so without end.
+            # A fault of the machine, such as a full disk, uses up no restart. But a role that came up, lived and then
+            # complains of a disk that can be written from here might do so without end: that counts as a failure.
             if trouble and (not lived_long or probe(self._logs)):
                 if paused_s is None or lived_long:  # a pause of its own, to be reported again
                     paused_s, said = time.monotonic(), ""
@@ -244,7 +244,7 @@ class Supervisor:
             restarted_s.append(time.monotonic())
 
     async def _live(self, role: Role, state: RoleState) -> tuple[Role, int, str, str]:
-        """A life of a role: itself, exit status, why it ended, and what was wrong with the machine ("": nothing)."""
+        """One life of a role: the role as started, its exit status, why it ended, the machine's fault ("": none)."""
         log = self._log(role)
         state.phase, state.log_start_bytes = "starting", _size_bytes(log)
         try:
@@ -289,7 +289,7 @@ class Supervisor:
             asleep = time.monotonic()
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
-            if now - asleep > _STOPPED_S:  # it was this process that was silent
+            if now - asleep > _STOPPED_S:  # this process stood still: the role's silence meanwhile does not count
                 started, heard, unhealthy_since = started + now - asleep, now, None
             if role.health is None:
                 reported = role.written is not None and _written_s(role.written) > state.started_s
@@ -298,7 +298,7 @@ class Supervisor:
                     if reported:
                         self._on_event(role.name, "up", f"after {now - started:.1f} s")
                 continue
-            if now < next_check or cause:  # with a cause it has been killed: its end is all that is waited for
+            if now < next_check or cause:  # with a cause it has been killed: only its end is waited for
                 continue
             next_check = now + (_HEALTH_EVERY_S if state.phase == "up" else _HEALTH_EVERY_S / 4)
             try:
@@ -324,8 +324,8 @@ class Supervisor:
 
 
 def on_signals(stop: Callable[[signal.Signals], None]) -> None:
-    """Have the running event loop call `stop` for each signal that asks to end. Under nohup a terminal that closes does
-    not: SIGHUP stays ignored."""
+    """Have the running event loop call `stop` for each signal that asks to end. Under nohup SIGHUP stays ignored, so
+    that the run outlives its terminal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
@@ -356,10 +356,11 @@ class _Child:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Exit status, None while running. What is left of the group goes before its number can be used again."""
+        """Exit status, None while running. At the end, kills what is left of the process group."""
         status = self._process.returncode
         if status is None:
-            # WNOWAIT leaves it a zombie, which keeps its number, and its group's, until the group has been killed.
+            # WNOWAIT leaves it a zombie, which keeps its number and its group's from being reused: only then is it safe
+            # to kill the group by its number. `wait` reaps the zombie afterwards.
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is None:
                 return None
@@ -377,7 +378,7 @@ class _Child:
         self._close_pipe()  # the guard reads its other end
 
     async def gone(self, timeout_s: float = 2.0) -> None:
-        """Wait for the end after `kill`; a guard that does not manage is killed with its group."""
+        """Wait for the end after `kill`; a guard that takes longer than `timeout_s` is killed with its group."""
         until = time.monotonic() + timeout_s
         while self.poll() is None:
             if time.monotonic() > until:
@@ -395,7 +396,7 @@ class _Child:
 
 
 async def _ask(health: Callable[[], Awaitable[bool]]) -> tuple[bool, str]:
-    """True if a role is healthy, and its answer where it is not; silence says nothing."""
+    """(True, "") of a healthy role, (False, its problem) of an unhealthy one, (False, "") of one that is silent."""
     try:
         return await health(), ""
     except Unhealthy as error:
@@ -433,7 +434,7 @@ def _size_bytes(path: Path) -> int:
 
 
 def _error_line(log: Path, since_bytes: int) -> str:
-    """The last line that a role has written which looks like the error that ended it."""
+    """The last line of a role's log that looks like the error that ended it, or ""."""
     lines = _tail(log, 40, since_bytes=since_bytes)
     return next((line.strip()[:300] for line in reversed(lines) if _ERROR_LINE.match(line)), "")
 

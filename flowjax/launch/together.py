@@ -22,10 +22,11 @@ def run_together(environments: Sequence[Mapping[str, str]], command: Sequence[st
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # pid -> number, and what must not be collected
+    # pid -> number and process. The object is kept because garbage collection of a `Popen` may reap its child.
+    running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
 
     def kill_all(*_: object) -> None:
-        """At once, and also what catches SIGTERM: with a sibling gone none can end in order."""
+        """SIGKILL for all, also for those that catch SIGTERM: with a sibling gone none can end in order."""
         for pid in list(running):
             # Not `Popen.kill`, which reaps a child that is dead already: `os.wait` below would then find none.
             with contextlib.suppress(ProcessLookupError):
@@ -38,7 +39,7 @@ def run_together(environments: Sequence[Mapping[str, str]], command: Sequence[st
         running[process.pid] = index, process
     first = 0
     while running:
-        pid, raw = os.wait()  # a signal's handler runs meanwhile
+        pid, raw = os.wait()  # the handler of SIGTERM runs inside this call, which then goes on (PEP 475)
         index, _ = running.pop(pid)
         status = 128 + os.WTERMSIG(raw) if os.WIFSIGNALED(raw) else os.WEXITSTATUS(raw)
         if status and not first:
