@@ -1,7 +1,7 @@
 """Diagnosis in words: what is going wrong in a run, from the lines of its steps, and what to do about it.
 
-One table of rules, for the live screen, the summary and the report alike. A rule sees the lines of one policy, oldest
-first, and answers with a sentence or with nothing.
+One table of rules, for the live screen, the summary and the report alike. A rule gets the lines of one policy, oldest
+first, and returns a sentence, or "" where it finds nothing.
 """
 
 from collections import Counter
@@ -11,15 +11,15 @@ from itertools import pairwise
 from typing import Any
 
 RECENT_STEPS = 10
-_FEWEST_STEPS = 5  # that anything is said of: fewer say little
-_NO_SIGNAL = 0.9  # of the groups
-_SPLIT = 0.2  # a success rate between this and 1 less this is neither nearly all nor nearly none
-_CUT = 0.1  # of the replies
-_INVALID = 0.5  # of the replies: a policy that acts this seldom learns little, though it never got worse
-_COLLAPSED = 0.1  # of the entropy of the first steps
-_MASTERED = 0.95  # success that a policy without entropy has earned
-_MISMATCH_KL = 0.05  # per token; bfloat16 engines are at 1e-4 to 1e-2
-_SKIPPED = 0.2  # of the steps, had updates that were skipped
+_FEWEST_STEPS = 5  # that a rule judges: fewer are too noisy
+_NO_SIGNAL = 0.9  # share of the groups
+_SPLIT = 0.2  # a success rate above this and below 1 - this is neither nearly none nor nearly all
+_CUT = 0.1  # share of the replies
+_INVALID = 0.5  # share of the replies: a policy that acts so seldom learns little, even if it never got worse
+_COLLAPSED = 0.1  # times the entropy of the first steps
+_MASTERED = 0.95  # success rate from which low entropy is mastery of the task and no collapse
+_MISMATCH_KL = 0.05  # nats per token; bfloat16 engines are at 1e-4 to 1e-2
+_SKIPPED = 0.2  # share of the steps that had skipped updates
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -143,7 +143,7 @@ def _mismatch(lines: Lines) -> str:
 
 
 def _skipped(lines: Lines) -> str:
-    counts = [line["skipped_updates"] for line in _newest(lines, "skipped_updates")]  # since the run began
+    counts = [line["skipped_updates"] for line in _newest(lines, "skipped_updates")]  # cumulative over the run
     skipped, steps = sum(after > before for before, after in pairwise(counts)), len(counts) - 1
     if not skipped or skipped < _SKIPPED * steps:
         return ""
@@ -164,7 +164,7 @@ RULES: Mapping[str, Callable[[Lines], str]] = {
 
 
 def mean(lines: Lines, name: str, *, by: str = "") -> float | None:
-    """Mean of a metric over the lines that have it, each weighed by its metric `by`; None where none has it."""
+    """Mean of a metric over the lines that have it, each weighted by its metric `by`; None where none has it."""
     found = [(line[name], line.get(by, 1.0)) for line in lines if isinstance(line.get(name), int | float)]
     weights = sum(weight for _, weight in found)
     return sum(value * weight for value, weight in found) / weights if weights else None
@@ -177,7 +177,7 @@ def _newest(lines: Lines, name: str) -> Lines:
 
 
 def _both_ends(lines: Lines, name: str) -> tuple[Lines, Lines]:
-    """The first and the newest lines with a metric, as many of each and none in both; none where they are too few."""
+    """The first and the newest lines with a metric, equally many and disjoint; none where they are too few."""
     having = [line for line in lines if name in line]
     steps = min(RECENT_STEPS, len(having) // 2)
     return (having[:steps], having[-steps:]) if steps >= _FEWEST_STEPS else ((), ())

@@ -1,5 +1,5 @@
-"""Held-out episodes of a run, `held_out/<policy>@<version>.jsonl`, one a line; and the results of an evaluation, which
-are made of them: means with intervals over tasks, pass@k, maj@k, as JSON and Markdown."""
+"""Held-out episodes of a run, `held_out/<policy>@<version>.jsonl`, one a line; and the results of an evaluation that
+are computed from them: means with intervals over tasks, pass@k, maj@k, as JSON and Markdown."""
 
 import json
 import statistics
@@ -15,9 +15,10 @@ from flowjax.files import replace_file
 from flowjax.monitor.statistics import majority_at_k, pass_at_k, task_interval
 
 Interval = dict[str, float]
-_FIRST = ("success", "reward")  # of the metrics, in tables
+_FIRST = ("success", "reward")  # metrics that tables show first
 METRICS = (*_FIRST, "turns", "sampled_tokens", "prompt_tokens")  # of every episode, beside its outcomes
-# No shares of 1, in any world or workflow of flowjax; a world's own ones are in its COUNTS.
+# Metrics that are counts or sums, no shares between 0 and 1, in any world or workflow of flowjax. A world lists its
+# own in COUNTS.
 NO_SHARES = ("turns", "invalid_actions", "env_return", "helpers", "attempts", "sampled_tokens", "prompt_tokens")
 
 
@@ -25,19 +26,19 @@ NO_SHARES = ("turns", "invalid_actions", "env_return", "helpers", "attempts", "s
 class HeldOutEpisode:
     """One play of a held-out task."""
 
-    task: str  # its content, as `content_of` says it: equal tasks are one task, whatever their names
+    task: str  # its content, by `content_of`: tasks of equal content are one task, whatever their names
     task_id: str
     source: str
     seed: int
     status: str
     success: float  # 1 or 0
-    turns: int  # of all agents, as are the tokens
+    turns: int  # of all agents together, as are the tokens
     sampled_tokens: int
     outcome: Mapping[str, float]
     rewards: Mapping[str, float]  # by policy, mean over its trajectories
-    prompt_tokens: int = 0  # that were read, in every turn anew
+    prompt_tokens: int = 0  # read by the model; every turn's whole prompt counts
     kind: str = ""  # of task, within its world
-    answer: str = ""  # equal for equal answers, "" where the world compares none
+    answer: str = ""  # the same text for equal answers; "" where the world compares none
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -121,22 +122,24 @@ def by_task(episodes: Sequence[HeldOutEpisode], metric: str) -> dict[str, list[f
 
 
 def is_share(metric: str, values: Iterable[float], no_shares: Collection[str]) -> bool:
-    """True if a metric that is the same in all tasks has the interval of a share of 1. A reward has where each value is
-    0 or 1: 0.25 in every task, as the mean of two policies may be, is no share of tasks."""
+    """True if a metric is a share of tasks, which has an interval even where all of its values are equal.
+
+    A reward is one only if each value is 0 or 1: 0.25 in every task, as a mean over two policies may be, is not.
+    """
     return metric not in no_shares and (metric != "reward" or all(value in (0.0, 1.0) for value in values))
 
 
 def summarise(episodes: Sequence[HeldOutEpisode], no_shares: Collection[str] = NO_SHARES) -> dict[str, Any]:
-    """Results as in `results.json`: means with intervals over tasks, pass@k and maj@k. Of metrics that are
-    `no_shares` of 1, equal values have no interval, nor have those of a reward between 0 and 1.
+    """Results as in `results.json`: means with intervals over tasks, pass@k; maj@k where the world compares answers.
 
-    These are there for k = 1, 2, 4 ... up to the samples that half of the tasks have, each over the `tasks` that have
-    k; maj@k where the world compares answers.
+    Equal values of a metric in `no_shares`, or of a reward between 0 and 1, get no interval (see `is_share`). The k are
+    1, 2, 4 ... up to the number of samples that at least half of the tasks have; each pass@k is over the tasks that
+    have k samples, whose number is its `tasks`.
     """
     tasks: dict[str, list[HeldOutEpisode]] = {}
     for episode in episodes:
         tasks.setdefault(episode.task, []).append(episode)
-    usual = statistics.median_low(map(len, tasks.values()))  # a task may lack samples that came to nothing
+    usual = statistics.median_low(map(len, tasks.values()))  # a task may lack samples: episodes that failed
     ks = [1 << power for power in range(usual.bit_length())] if usual > 1 else []
     sampled = {k: {task: of for task, of in tasks.items() if len(of) >= k} for k in ks}
     names = [name for name in episodes[0].metrics if all(name in episode.metrics for episode in episodes)]
@@ -172,7 +175,7 @@ def _majority_at(played: Sequence[HeldOutEpisode], k: int) -> float:
 
 
 def _success_by(episodes: Sequence[HeldOutEpisode], part: Callable[[HeldOutEpisode], str]) -> dict[str, Interval]:
-    """Success on each part of the tasks that has a name."""
+    """Success on each named part of the tasks, by the name that `part` gives an episode ("": no part)."""
     return {
         name: _interval(by_task([episode for episode in episodes if part(episode) == name], "success"))
         for name in sorted({part(episode) for episode in episodes} - {""})
@@ -191,7 +194,7 @@ def _interval(samples: Mapping[str, Sequence[float]], *, share: bool = True) -> 
 
 
 def rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of a table of results; shares of tasks in per cent."""
+    """Names and values of a table of results, as text; shares of tasks in per cent."""
     counts = f"of {results['tasks']} tasks, {results['episodes']} episodes"
     if results.get("unfinished"):
         counts += f" ({results['unfinished']} came to nothing and are left out)"

@@ -1,5 +1,5 @@
 """A run's progress on disk: `metrics.jsonl`, one JSON object a line, appended by several processes and read while it
-grows; and `status-<role>.json`, replaced again and again. And how numbers of it are written for people."""
+grows; and `status-<role>.json`, replaced every second or so. Also formats of their numbers for people."""
 
 import contextlib
 import fcntl
@@ -19,8 +19,10 @@ from flowjax.monitor.trouble import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 _BARS = "▁▂▃▄▅▆▇█"
-NOT_FINITE = ("nan", "inf", "-inf")  # how a line has such a value
-_DURABLE = ("train", "eval")  # kinds of line that the ledger or a checkpoint says is there: nobody writes it again
+NOT_FINITE = ("nan", "inf", "-inf")  # such values as a line has them
+# Kinds of lines that are synced to the disk: once the ledger or a checkpoint counts a step as done, nobody would write
+# its line again after a power cut.
+_DURABLE = ("train", "eval")
 
 
 class MetricsWriter:
@@ -50,7 +52,7 @@ class MetricsWriter:
                 write_whole(file.fileno(), line.encode())
                 if kind in _DURABLE:
                     os.fsync(file.fileno())
-            except OSError:  # half a line would be no line, and in the way of the next
+            except OSError:  # a full disk, say: half a line is taken back, else the next would be appended to it
                 with contextlib.suppress(OSError):
                     file.truncate(end)
                 raise
@@ -100,6 +102,7 @@ def _plain(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    # Rounding shortens lines; a small value, such as a learning rate, would lose digits that matter.
     return round(value, 8) if isinstance(value, float) and abs(value) >= 1e-3 else value
 
 
@@ -113,7 +116,7 @@ def _torn(path: Path) -> bool:
 
 
 def _drop_later(path: Path, step: int | Mapping[str, int]) -> None:
-    """Drop the lines of later steps, by policy; lines without a policy are of the whole run."""
+    """Drop the lines of steps after `step`, which may differ by policy; lines without a policy go by the largest."""
 
     def is_lost(entry: dict[str, Any]) -> bool:
         if entry.get("kind") == "eval" and not isinstance(step, int):  # its step is that of one policy
@@ -124,7 +127,7 @@ def _drop_later(path: Path, step: int | Mapping[str, int]) -> None:
         if isinstance(step, int):
             return step
         if "policy" in entry:
-            return step.get(entry["policy"], math.inf)  # another trainer's
+            return step.get(entry["policy"], math.inf)  # inf: a policy of another trainer, which loses no line
         return max(step.values(), default=math.inf)
 
     with _locked(path):
@@ -135,7 +138,7 @@ def _drop_later(path: Path, step: int | Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time; beside the file, because dropping lines replaces the file itself."""
+    """Lock that one process holds at a time. It is a file beside: `_drop_later` replaces the metrics file itself."""
     with path.with_name(f".{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -151,8 +154,10 @@ def read_status(run_dir: Path, role: str) -> Mapping[str, Any]:
 
 
 class NewStatus:
-    """`status-<role>.json` as it is written from now on, empty until then: what lies there is of the launch before. By
-    its content, since the machine's clock may be set back meanwhile."""
+    """`status-<role>.json` as it is written from now on, empty until then: what is there now is of the launch before.
+
+    The two are told apart by content, not by time: the machine's clock may be set back meanwhile.
+    """
 
     def __init__(self, run_dir: Path, role: str):
         self._run_dir, self._role, self._old = run_dir, role, read_status(run_dir, role)
@@ -163,7 +168,7 @@ class NewStatus:
 
 
 def write_status(run_dir: Path, role: str, status: Mapping[str, Any]) -> None:
-    """Replace `status-<role>.json` in one step, with the time, so that who reads it never sees half of it."""
+    """Replace `status-<role>.json` atomically, with the time added: a reader never sees half of it."""
     text = json.dumps({**status, "time_s": time.time()})
     replace_file(run_dir / f"status-{role}.json", text, durable=False)
 
@@ -175,8 +180,10 @@ _SUMMED = ("episodes", "turns", "trained_tokens", "row_tokens", "wait_s", "step_
 
 @dataclass
 class RoleState:
-    """`phase` is one of starting, up, waiting (to be restarted), paused (until the disk can be written), stopping,
-    stopped, done, failed. `log_start_bytes` is where its log stood when it was last started.
+    """State of one role, as the launcher shows it.
+
+    `phase` is one of starting, up, waiting (to be restarted), paused (until the disk can be written), stopping,
+    stopped, done, failed. `log_start_bytes` is the size of the role's log at its last start.
     """
 
     name: str
@@ -189,16 +196,16 @@ class RoleState:
 
 
 class Progress:
-    """A run's metrics folded up, cheap to bring up to date: only what was appended is read.
+    """A run's metrics in memory, cheap to bring up to date: `update` reads only what was appended.
 
     Args:
-        apart: each policy has a trainer of its own, and these work side by side; else one takes them in turn.
+        apart: each policy has a trainer of its own, and these work side by side; else one trainer takes them in turn.
     """
 
     def __init__(self, run_dir: Path, *, apart: bool = False):
         self.run_dir, self._apart = Path(run_dir), apart
-        self._file: BinaryIO | None = None  # held open: no file that replaces it can have its number
-        self._rest = b""
+        self._file: BinaryIO | None = None  # held open: no file that replaces it can get the same inode number
+        self._rest = b""  # beginning of a line whose end is not written yet
         self._newest_s = 0.0
         self._clear()
 
@@ -210,10 +217,10 @@ class Progress:
         self.totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
 
     def update(self) -> list[dict[str, Any]]:
-        """Read on. Returns what is new; of a file that was replaced, what is later than anything seen before."""
+        """Read on. Returns the new lines; of a file that was replaced, those later than any seen before."""
         try:
             on_disk = (self.run_dir / METRICS_FILE).stat()
-            # Another file under the name: a trainer that resumed at an earlier step has dropped lines.
+            # Another file under the name: a trainer that resumed from an earlier step has dropped lines.
             if replaced := self._file is None or not os.path.samestat(on_disk, os.fstat(self._file.fileno())):
                 file = (self.run_dir / METRICS_FILE).open("rb")
                 if self._file is not None:
@@ -252,7 +259,7 @@ class Progress:
 
     @property
     def symptoms(self) -> list[Symptom]:
-        """Everything that is wrong in the newest steps; looked for when there are others, not whenever it is shown."""
+        """Everything that is wrong in the newest steps; computed once for each new step, not for each redraw."""
         if self._symptoms is None:
             self._symptoms = diagnose(self.train)
         return self._symptoms
@@ -274,7 +281,7 @@ class Progress:
         return max((sum(number(e, "total_s") or 0.0 for e in lines) for lines in self._by_trainer()), default=0.0)
 
     def rate(self, name: str) -> float | None:
-        """Sum over the trainers of what each does in a second, in the mean of its last steps."""
+        """Sum over the trainers of a rate, such as tokens per second: of each the mean of its last steps."""
         found = [mean(lines[-RECENT_STEPS:], name) for lines in self._by_trainer()]
         return sum(values) if (values := [value for value in found if value is not None]) else None
 
@@ -296,13 +303,13 @@ class Progress:
         return sum(e["success_rate"] * e.get("episodes", 1.0) for e in entries) / episodes if episodes else None
 
     def share(self, name: str, *, first: bool = False) -> float | None:
-        """Mean of a share of the turns over the last steps, or the first ones, each step by its turns."""
+        """Mean of a share of the turns over the last steps, or the first ones, each step weighted by its turns."""
         return mean(self.train[:RECENT_STEPS] if first else self.train[-RECENT_STEPS:], name, by="turns")
 
     def remaining_s(self, steps: Mapping[str, int]) -> float | None:
-        """Time to the last step of each policy at the pace of its last ones; the first, which compiles, tells little.
+        """Seconds to the last step of each policy at the median pace of its last steps, without the first: it compiles.
 
-        Those without a pace yet have that of all; None while there is none.
+        A policy without a pace yet has that of all; None while there is none.
         """
         left_s: list[float] = []
         for policy, last in steps.items():
@@ -322,17 +329,18 @@ def _pace_s(lines: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def printable(text: str) -> str:
-    """Words that others have chosen, such as names of workers, without anything that a terminal acts on."""
+    """Text from outside, such as names of workers, without control characters that a terminal would act on."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def number(entry: Mapping[str, Any], name: str) -> float | None:
+    """A finite number of an entry; None where it is missing or "nan" and the like."""
     value = entry.get(name)
     return value if isinstance(value, int | float) else None
 
 
 def measured(entry: Mapping[str, Any], name: str) -> float | None:
-    """As `number`, and nan or infinite where the line has that."""
+    """As `number`, but nan or infinite as a float where the line has that."""
     return float(entry[name]) if entry.get(name) in NOT_FINITE else number(entry, name)
 
 
@@ -349,14 +357,14 @@ def scientific(value: float | None) -> str:
 
 
 def count(entry: Mapping[str, Any], *names: str) -> str:
-    """The first of these that is known, as a whole number."""
+    """The first of the named numbers that is known, as a whole number; "-" for none."""
     return next((f"{int(value):,}" for name in names if (value := number(entry, name)) is not None), "-")
 
 
 def clock(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    minutes, rest = divmod(max(int(seconds), 0), 60)  # less by another machine's clock
+    minutes, rest = divmod(max(int(seconds), 0), 60)  # negative where another machine's clock is ahead
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
@@ -380,7 +388,7 @@ def interval(entry: Mapping[str, Any] | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` points of a curve as bars, scaled to what is shown."""
+    """The last `width` points of a curve as bars, scaled between their own least and greatest."""
     shown = values[-width:]
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     span = high - low

@@ -1,5 +1,5 @@
-"""A role's counts for Prometheus: its text format, `GET /metrics` of a role that serves nothing else, and the list of a
-run's roles that Prometheus reads (`prometheus.json`).
+"""A role's counts for Prometheus: its text format, `GET /metrics` for a role that serves nothing else, and the list of
+a run's roles that Prometheus reads (`prometheus.json`, its file-based service discovery).
 
 https://prometheus.io/docs/instrumenting/exposition_formats/
 """
@@ -19,7 +19,7 @@ from flowjax.monitor.metrics import read_status
 from flowjax.run import read_endpoints
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
-# Maps whose keys are data: they become a label instead of prolonging the name.
+# Maps whose keys are data: a key becomes the value of this label, and not a part of the metric's name.
 LABELS = {
     "policies": "policy",
     "bases": "base",
@@ -32,17 +32,17 @@ LABELS = {
     "ages": "age",
     "trained_ages": "age",
 }
-_PREFIXES = {"policies": "policy", "bases": "base", "workers": "worker"}
-LISTS = {"engines": ("engine", "url")}  # lists of maps: a label, and what in each map is its value
+_PREFIXES = {"policies": "policy", "bases": "base", "workers": "worker"}  # singular forms for names
+LISTS = {"engines": ("engine", "url")}  # lists of maps: name of the label, and key of its value in each map
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 
 
 def exposition(status: Mapping[str, Any], *, role: str) -> str:
     """Every number of a nested map of counts as a gauge `flowjax_<role>_<name>`.
 
-    The maps named in `LABELS` and the lists named in `LISTS` become labels; other maps prolong the name. Texts and
-    other lists are left out, and so is what every policy tells itself. No series comes twice: Prometheus would refuse
-    all of them.
+    Keys of the maps in `LABELS` and entries of the lists in `LISTS` become labels; keys of other maps are appended to
+    the name. Texts and other lists are left out, and so are numbers of the whole run that every policy has, too. No
+    series comes twice: Prometheus would refuse the whole answer.
     """
     of_policies = [set(counts) for counts in status.get("policies", {}).values() if isinstance(counts, Mapping)]
     of_each_policy = set.intersection(*of_policies) if of_policies else set()
@@ -95,16 +95,16 @@ def _escape(text: str) -> str:
 
 
 class MetricsEndpoint:
-    """Answers on 127.0.0.1 at a free port, from a thread of its own, until it is left.
+    """Context manager that serves `/metrics` on 127.0.0.1 at a free port, from threads of its own.
 
     Args:
-        status: gives the counts to show; called from that thread.
-        role: whose they are.
+        status: returns the counts to show; called from those threads.
+        role: name of the role that has these counts.
     """
 
     def __init__(self, status: Callable[[], Mapping[str, Any]], *, role: str):
         class Handler(BaseHTTPRequestHandler):
-            timeout = 5.0  # seconds for a request to come in
+            timeout = 5.0  # seconds without data before a connection is dropped
 
             def do_GET(self) -> None:
                 if self.path.partition("?")[0] != "/metrics":
@@ -142,7 +142,7 @@ TARGETS_FILE = "prometheus.json"
 
 
 def metrics_targets(run_dir: Path) -> list[dict[str, Any]]:
-    """One entry for each role that is known to listen: `targets` with its host and port, `labels` with run and role."""
+    """An entry for each role with a known address: `targets` has its host and port, `labels` the run and role."""
     urls: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
         urls = read_endpoints(run_dir)

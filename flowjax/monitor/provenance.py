@@ -1,7 +1,7 @@
-"""`run.json` beside `config.json`: the command, code, packages and machine of each start of a run or an evaluation, and
-its times.
+"""`run.json` beside `config.json`: the command, code, packages, machine and times of each start of a run or evaluation.
 
-It is for people and reports; nothing that a run does depends on it. What cannot be found out is said in its place.
+It is for people and reports; nothing that a run does depends on it. Where something cannot be found out, the file says
+so in its place.
 """
 
 import contextlib
@@ -29,15 +29,14 @@ _LONGEST_WAIT_S = 5.0  # for git, nvidia-smi and the engine's interpreter, each
 def recorded_start(
     folders: Sequence[Path], command: Sequence[str], *, engine_python: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """Add this start to the `run.json` of each folder, that of a run or of some evaluations, and its end when the block
-    ends.
+    """Add this start to the `run.json` of each folder (of a run, or of evaluations), and its end when the block ends.
 
-    Gives the start's entry; what the block puts in it, such as `exit_status`, is written with the end. Neither git nor
-    a driver that hangs, nor a file that cannot be written, stops a run.
+    Yields the start's entry; what the block adds to it, such as `exit_status`, is written with the end. A git or driver
+    that hangs, or a file that cannot be written, does not stop a run.
 
     Args:
         command: the command line.
-        engine_python: interpreter that has vLLM, where that is another one.
+        engine_python: interpreter that has vLLM, where that is not this one.
     """
     before = {folder: read_starts(folder) for folder in folders}
     entry: dict[str, Any] = {"command": list(command), "folder": str(Path.cwd()), "started_s": round(time.time(), 3)}
@@ -62,7 +61,7 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _write(run_dir: Path, starts: Sequence[dict[str, Any]]) -> None:
-    with contextlib.suppress(OSError):  # a full disk is said by those who need it
+    with contextlib.suppress(OSError):  # a full disk is reported by those who need it
         replace_file(run_dir / RUN_FILE, json.dumps({"starts": starts}, indent=2) + "\n")
 
 
@@ -70,7 +69,7 @@ def _code() -> dict[str, Any]:
     """Commit of the checkout that flowjax runs from, and the tracked files that differ from it."""
     folder = Path(flowjax.__file__).parent
     git = ("git", "-C", str(folder))
-    # A package installed below somebody's repository is in its folder, but not in its commits.
+    # A package installed below somebody's repository lies in that checkout's folder, but not in its commits.
     if _output(*git, "ls-files", "--error-unmatch", Path(flowjax.__file__).name) is None:
         return {
             "commit": "",
@@ -127,7 +126,7 @@ def _processor() -> str:
 
 
 def _gpus() -> list[str]:
-    """Name, memory and driver of each, as the driver says them."""
+    """Name, memory and driver version of each NVIDIA GPU, as `nvidia-smi` prints them."""
     if shutil.which("nvidia-smi") is None:
         return []
     listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
@@ -136,7 +135,7 @@ def _gpus() -> list[str]:
 
 def _output(*command: str) -> str | None:
     """The program's output; None where it is missing, fails or takes too long."""
-    # Without optional locks: a status must not get in the way of a commit that its owner makes meanwhile.
+    # Without optional locks: `git status` must not block a commit that the user makes meanwhile.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(

@@ -1,12 +1,12 @@
-"""Sinks: where else the lines of `metrics.jsonl` go while a run lasts, as `config.monitor.sinks` names them.
+"""Sinks: other places to which the lines of `metrics.jsonl` are sent during a run, named by `config.monitor.sinks`.
 
     tensorboard    <run>/tensorboard, by tensorboardX
     wandb          project "flowjax" of Weights & Biases, or that of WANDB_PROJECT
     trackio        project "flowjax" of trackio, as <run>-<id of the run>
 
-The launcher follows the file, so that what a sink takes costs no role anything, and the lines of all of them are sent.
-Each sink has a thread and remembers what it has sent: one that hangs or fails holds nobody up, and a resumed run sends
-what was missed. No package is imported that is not named.
+The launcher follows the file, so that a slow sink delays no role, and the lines of all roles are sent. Each sink has a
+thread and remembers what it has sent: one that hangs or fails holds nobody up, and a resumed run sends what was missed.
+Only packages of named sinks are imported.
 """
 
 import configparser
@@ -38,7 +38,8 @@ _NOT_FINITE = ("nan", "inf", "-inf")  # as MetricsWriter writes them: all sinks 
 class Sink(Protocol):
     """A place for numbers over steps.
 
-    hides: True of one that shows nothing any more of what it was sent of the first step on that it begins with.
+    hides: True if a sink that is opened with a `first_step` stops showing what it was sent before for that step and
+    later ones.
     """
 
     hides: bool
@@ -49,13 +50,13 @@ class Sink(Protocol):
 
 
 class _TensorBoard:
-    hides = True  # of all series alike, so that points a trainer has gone back behind give way to its new ones
+    hides = True  # by `purge_step`, in all series: the points that a trainer went back behind give way to its new ones
 
     def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
         from tensorboardX import SummaryWriter
 
         folder = run_dir / "tensorboard"
-        suffix = f".{sum(1 for _ in folder.glob('events.*'))}"  # files of one second would have one name
+        suffix = f".{sum(1 for _ in folder.glob('events.*'))}"  # two files of one second would have the same name
         self._board = SummaryWriter(str(folder), purge_step=first_step, filename_suffix=suffix)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -77,7 +78,7 @@ class _Wandb:
 
         options = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": run_dir.name, "id": _known_as(run_dir)}
         self._run = wandb.init(**options, resume="allow", dir=str(run_dir), config=config.to_dict())
-        # A metric of its own: steps of several policies, and those that a resumed run takes again, go back and forth.
+        # A metric of its own for the x-axis: wandb's step must not go back, as it does between policies or on a resume.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -105,8 +106,8 @@ class _Trackio:
 
 
 def _known_as(run_dir: Path) -> str:
-    """A name under which a service knows no other run. That of a folder may be had by another machine, or by a run that
-    was deleted here, and `resume` would go on with that one's series."""
+    """A name that no other run has at a service: the folder's and the run's id. A folder of the same name may exist on
+    another machine, or belong to a run that was deleted here, and `resume` would go on with that run's series."""
     return "-".join(filter(None, (run_dir.name, known_run_id(run_dir))))
 
 
@@ -118,7 +119,7 @@ _SINKS: dict[str, Callable[[Path, ConfigDict, int | None], Sink]] = {
 
 
 def check_sinks(config: ConfigDict) -> list[str]:
-    """Sinks whose packages are not installed, or that nobody is logged in to."""
+    """Messages on sinks whose packages are not installed, or that nobody is logged in to."""
     problems = []
     for name in config.monitor.sinks:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
@@ -130,7 +131,7 @@ def check_sinks(config: ConfigDict) -> list[str]:
 
 
 def _login_problem() -> str:
-    """Reason why wandb could not log in by itself, with the remedy; "" for none. It is looked for where wandb does."""
+    """Reason why wandb could not log in by itself, with the remedy; "" for none. Looks where wandb does."""
     given, settings = os.environ, configparser.ConfigParser(default_section="default", interpolation=None)
     folders = (
         Path(given.get("WANDB_CONFIG_DIR") or "~/.config/wandb"),
@@ -155,7 +156,7 @@ def _login_problem() -> str:
 def forwarding(run_dir: Path, config: ConfigDict, say: Callable[[str], None]) -> Iterator[None]:
     """Send the run's lines to its sinks, as they come, until the block has ended.
 
-    A sink that cannot be written to is named by `say`, and gets no more.
+    A sink that fails is reported by `say`, and gets no more lines.
     """
     stop = threading.Event()
     threads = [
@@ -174,24 +175,25 @@ def forwarding(run_dir: Path, config: ConfigDict, say: Callable[[str], None]) ->
 
 def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event, say: Callable[[str], None]) -> None:
     progress, noted, sink = Progress(run_dir), run_dir / f"sink-{name}.json", None
-    # What a start before this one has sent.
+    # What an earlier start of this run has sent.
     sent_s, newest = _sent(noted)
     first_look, resumed = True, sent_s > 0
-    steps: dict[tuple[Any, ...], int] = {}  # the last that was sent of each series
+    steps: dict[tuple[Any, ...], int] = {}  # the last step that was sent of each series
     try:
         while True:
-            last = stop.is_set()  # before the look: what is written until then is sent
+            last = stop.is_set()  # read before the lines: those that were written until the stop are still sent
             lines = _to_send(progress)
             if first_look:
                 lines, first_look = _behind(newest, lines, sent_s), False
+            # Steps at or below the last of their series: a trainer went back to a checkpoint and makes them again.
             again = [line["step"] for line in lines if line["step"] <= steps.get(_series(line), -1)]
             if lines and (sink is None or (again and sink.hides)):
                 first = min(again or [line["step"] for line in lines]) if again or resumed else None
-                if sink is not None:  # a trainer has gone back since
+                if sink is not None:  # a trainer went back: opened anew, it hides the points from `first` on
                     sink.close()
                     steps.clear()
                 sink = _SINKS[name](run_dir, config, first)
-                if first is not None and sink.hides:  # among it what is right: of other policies, of evaluations beside
+                if first is not None and sink.hides:  # it also hides valid points (other policies, evaluations): again
                     progress = Progress(run_dir)
                     lines = [line for line in _to_send(progress) if line["step"] >= first]
             for line in lines:
@@ -203,7 +205,7 @@ def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event
             if last:
                 return
             stop.wait(_LOOK_EVERY_S)
-    except Exception as error:  # a service of others may fail in any way, and training goes on
+    except Exception as error:  # an outside service may fail in any way, and training goes on
         say(f"{name} gets no more metrics: {type(error).__name__}: {error}")
     finally:
         if sink is not None:
@@ -217,12 +219,13 @@ def _to_send(progress: Progress) -> list[dict[str, Any]]:
 
 
 def _series(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Name of lines whose steps rise until a trainer goes back. Evaluations may come late: each has one of its own."""
+    """Key of lines whose steps rise until a trainer goes back. Evaluations may be written late, after those of later
+    steps: each is a series of its own."""
     return (line.get("policy"),) if line["kind"] == "train" else (line.get("policy"), line["step"])
 
 
 def _sent(noted: Path) -> tuple[float, list[Any]]:
-    """The latest time of a line that was sent, and the last line of these in the file."""
+    """The latest time of a line that was sent, and the names by which the last sent line is found again."""
     try:
         sent = json.loads(noted.read_text())
         return float(sent["sent_s"]), sent.get("newest", [])
@@ -235,15 +238,21 @@ def _named(line: Mapping[str, Any]) -> list[Any]:
 
 
 def _behind(newest: list[Any], lines: Sequence[dict[str, Any]], sent_s: float) -> list[dict[str, Any]]:
-    """The lines behind the last one that was sent. Times say nothing: several processes write, on machines whose clocks
-    differ. Only where a trainer that went back has dropped that line, those of a later time are taken."""
+    """The lines after the last one that was sent.
+
+    Found by place, since times are not in order: several processes write, on machines whose clocks differ. Only where
+    that line was dropped (a trainer went back), the lines with a later time are taken.
+    """
     places = [place for place, line in enumerate(lines) if _named(line) == newest]
     return list(lines[places[-1] + 1 :]) if places else [line for line in lines if line.get("time_s", 0.0) > sent_s]
 
 
 def _numbers(line: Mapping[str, Any], *, several: bool) -> dict[str, float]:
-    """Numbers of a line under `<kind>/<name>`; of one of several policies under `<kind>/<policy>/<name>`. Those of
-    mappings are under the names of these, too, but for results of an evaluation by policy: `eval/<policy>/<name>`."""
+    """Numbers of a line as `<kind>/<name>`, with several policies as `<kind>/<policy>/<name>`.
+
+    Numbers in a mapping have its name before theirs (`<mapping>/<name>`), except an evaluation's results by policy:
+    `eval/<policy>/<name>`.
+    """
     left_out = ("time_s", "kind", "step", "policy", "policies", "versions")
     values = {name: value for name, value in line.items() if name not in left_out} | line.get("policies", {})
     policy = f"/{line['policy']}" if several and "policy" in line else ""

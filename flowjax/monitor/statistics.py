@@ -1,7 +1,7 @@
 """Statistics of evaluations: intervals over tasks, pass@k, and the difference between two sets of them.
 
-The unit is the task: samples of one task say more about that task and no more about others, so intervals are over
-tasks' means. A trained policy is one draw of its method: what is said of a method needs several seeds of it.
+The unit is the task: more samples of one task tell nothing about other tasks, so intervals are over tasks' means. A
+trained policy is one draw of its method: a statement about the method needs several seeds of it.
 """
 
 import itertools
@@ -14,17 +14,20 @@ import numpy as np
 from jaxtyping import Float
 
 RESAMPLES = 2000
-_DRAWS = 200  # of k samples of a task, for a majority
-_ROUNDING = 1e-12  # of the largest score: what floats alone let equal means differ by
+_DRAWS = 200  # of k samples of a task, for the probability of a majority
+_ROUNDING = 1e-12  # relative to the largest score: differences up to this are float rounding of equal means
 
 
 def task_interval(means: Float[np.ndarray, "tasks"], *, share: bool = True) -> tuple[float, float, float]:
     """Mean of the tasks' means, with its 95 % interval by a bootstrap over tasks (BCa; Efron 1987).
 
-    Tasks that are all alike have no spread to draw from: of n equal means in [0, 1] the interval is Wilson's, unless
-    they are counts (`share` is False), which have no bound to be near to.
+    Equal means have no spread to resample: in [0, 1] the interval is then Wilson's for a share of n tasks. Of equal
+    counts (`share` is False), which are not bounded by 1, it is the mean alone.
+
+    Returns:
+        Mean, low, high.
     """
-    from scipy import stats  # takes a second: for who asks for an interval
+    from scipy import stats  # takes a second: only for those who ask for an interval
 
     mean = float(np.mean(means))
     if len(means) < 2 or np.ptp(means) <= _ROUNDING * np.max(np.abs(means)):
@@ -34,7 +37,7 @@ def task_interval(means: Float[np.ndarray, "tasks"], *, share: bool = True) -> t
         low, high = wilson(mean * len(means), len(means), z)
         return mean, min(low, mean), max(high, mean)
     found = stats.bootstrap(
-        (np.sort(means),),  # the order of tasks says nothing
+        (np.sort(means),),  # sorted: with a fixed seed, the order of tasks would change the resamples
         _rounded_mean,
         n_resamples=RESAMPLES,
         confidence_level=0.95,
@@ -45,7 +48,8 @@ def task_interval(means: Float[np.ndarray, "tasks"], *, share: bool = True) -> t
 
 
 def _rounded_mean(samples: np.ndarray, axis: int = -1) -> np.ndarray:
-    """The mean without the rounding of float64: BCa counts the resamples whose mean equals that of all."""
+    """The mean to 12 digits. BCa counts how many resamples' means are below, and equal to, the mean of all tasks: float
+    rounding must not make equal ones differ."""
     return np.round(np.mean(samples, axis=axis), 12)
 
 
@@ -64,10 +68,12 @@ def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased estimate that one of k samples of a task is right, from `right` of `samples` (Chen et al. 2021, eq. 1).
+    """Unbiased estimate of the probability that at least one of k samples of a task is right.
+
+    1 - C(n - c, k) / C(n, k) with c = `right` of n = `samples` (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
     Raises:
-        ValueError: k is more than the samples, of which there is no unbiased estimate.
+        ValueError: k is more than the samples: then there is no unbiased estimate.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be told from {samples} samples: ask for 1 to {samples}")
@@ -109,14 +115,14 @@ def majority_at_k(answers: Sequence[str], right: Sequence[float], k: int) -> flo
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean of the first less that of the second, over the tasks that both have."""
+    """Mean score of the first minus that of the second, over the tasks that both have, with its 95 % interval."""
 
     mean: float
     low: float
     high: float
-    p_value: float  # of no difference, two-sided
+    p_value: float  # two-sided, of the hypothesis that there is no difference
     improvement: float  # probability that the first does better on a task, ties counted half
-    detectable: float  # difference that would be found four times in five, at 5 %
+    detectable: float  # difference that would be found with power 0.8 at a level of 5 %
     tasks: int
     seeds: tuple[int, int]
 
@@ -126,8 +132,9 @@ def difference(
 ) -> Difference:
     """Compare two sets of evaluations on the same tasks: paired over tasks and, with seeds on both sides, over seeds.
 
-    With one row on each side it speaks of these two policies, and tasks alone vary. With two or more it speaks of what
-    made them: the variance of a side's mean is that of two crossed random effects,
+    With one row on each side the result holds for these two policies: only tasks vary. With two or more it holds for
+    the methods that made them: the variance of a side's mean over T tasks and S seeds is that of two crossed random
+    effects,
 
         V = s_task^2 / T + s_seed^2 / S + s_both^2 / (T S)
 
@@ -148,14 +155,16 @@ def difference(
     if min(seeds) > 1:
         for side in (first, second):
             by_seed, both = _seed_variance(side)
-            variance += by_seed - both  # the paired differences have the interaction in them already
+            variance += by_seed - both  # `by_task`, from paired differences, contains the interaction already
             parts.append((by_seed, len(side) - 1))
-    # Where the interaction outweighs the seeds, the estimate can fall below its largest part: that part then stands.
+    # Where the interaction outweighs the seeds, the sum can fall below its largest part: then it is that part.
     variance = max(variance, max(part for part, _ in parts))
     mean, better = float(paired.mean()), _improvement(first, second)
     rounding = _ROUNDING * max(float(np.max(np.abs(side))) for side in (first, second))
     if math.sqrt(variance) <= rounding:
-        # Every task says the same: a sign test, and as much of the difference as it grants so many equal signs.
+        # Every task has the same difference: no spread for a t interval, so a sign test. T equal signs bound the
+        # probability p of that sign from below by (alpha / 2)^(1 / T) (Clopper-Pearson); a task that may differ by
+        # +mean or -mean then does so by (2 p - 1) mean on average. The p-value is that of T equal signs: 2 / 2^T.
         mean = mean if abs(mean) > rounding else 0.0
         kept = 2 * ((1 - confidence) / 2) ** (1 / tasks) - 1
         low, high = sorted((mean, kept * mean + 0.0))  # no -0.0
@@ -178,7 +187,10 @@ def difference(
 
 
 def _seed_variance(side: Float[np.ndarray, "seeds tasks"]) -> tuple[float, float]:
-    """Variance of the mean over seeds, and the part of it that is interaction of seeds and tasks, sampling included."""
+    """Variance of a side's mean from its seeds, and the part of it that is interaction of seeds and tasks.
+
+    Sampling within a seed and task cannot be told apart from interaction, and counts as that.
+    """
     seeds, tasks = side.shape
     by_seed = float(np.var(side.mean(axis=1), ddof=1)) / seeds
     rest = side - side.mean(axis=1, keepdims=True) - side.mean(axis=0, keepdims=True) + side.mean()

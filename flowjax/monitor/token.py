@@ -1,7 +1,7 @@
-"""Names of a run and its secrets: what roles show each other, the secrets where they listen beyond loopback.
+"""Ids and secrets of a run that its roles show each other: the secrets where they listen beyond loopback.
 
-The token lets a role do everything. A node, which may stand anywhere, shows a key of its own: it lets it play under its
-own name and nothing else, and is void once the node is sent away.
+The token allows everything. A node, which may be anywhere, has a key of its own instead: it allows to play under the
+node's name and nothing else, and is void once the node is sent away.
 """
 
 import contextlib
@@ -18,10 +18,11 @@ from pathlib import Path
 from flowjax.config import ConfigError
 from flowjax.files import replace_file
 
-VARIABLE = "FLOWJAX_TOKEN"  # on a machine that lacks the run folder
+VARIABLE = "FLOWJAX_TOKEN"  # environment variable, for a machine that lacks the run folder
 RUN_HEADER = "X-Flowjax-Run"
 _RUN_ID = "run_id"  # file in the run's folder, and in that of each of its nodes
-# Folder of the run: a file for each node that was invited, with its key's digest, and below it why it was sent away.
+# Folder in the run's: a file for each invited node. Its first line is the key's digest, the rest the reason for which
+# the node was sent away, if it was.
 _NODES = "nodes"
 _NODE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -37,7 +38,7 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable(host: str) -> str:
-    """The address at which this machine reaches what listens on `host`, as a URL writes it."""
+    """The address at which this machine reaches a server that listens on `host`, as written in a URL."""
     if host in ("", "0.0.0.0", "::"):
         return "127.0.0.1" if host != "::" else "[::1]"
     return f"[{host}]" if ":" in host else host
@@ -56,24 +57,24 @@ def make_token(run_dir: Path) -> str:
 
 
 def known_token(run_dir: Path) -> str:
-    """The token that a client shows: of the run folder, else, as on a node, of the environment, else none ("").
+    """The token that a client shows: the run folder's, else (as on a node) that of the environment, else "".
 
     Raises:
         ConfigError: the file is there and empty.
     """
     path = run_dir / "token"
-    # The folder's first: a shell in which a node was tried may still have that one's key.
+    # The folder's first: a shell from which a node was started may still have that node's key in its environment.
     return _read(path) if path.exists() else os.environ.get(VARIABLE, "")
 
 
 def make_run_id(run_dir: Path) -> str:
-    """The id of a run; made at the first call. Another run may begin at the address of one that has ended.
+    """The id of a run; made at the first call. It tells a run from others that listen at the same address later.
 
-    A folder that was copied is another run's from the next launch on: the original may go on, and a relay would share
-    its nodes out between the two. A copy has another inode and another path. One of them alone may change of a run
-    that is the same: the path where its folder is moved, or another host mounts it elsewhere; the inode where it is
-    restored, or where a file system makes inodes up, as FUSE may. So a copy under its old path, on another machine,
-    keeps the id.
+    A copied folder is another run from its next launch on, with another id: the original may go on, and a relay would
+    share its nodes out between the two. A copy has another inode and another path than the id was written for. In a
+    folder that is still the same run's only one of them may have changed: the path where it was moved, or another host
+    mounts it elsewhere; the inode where it was restored, or where a file system makes inodes up, as FUSE may. So a
+    copy under its old path, on another machine, keeps the id.
     """
     known, *before = _run_id_lines(run_dir) or [""]
     copied = bool(before) and not set(before) & set(_marks(run_dir))
@@ -82,18 +83,18 @@ def make_run_id(run_dir: Path) -> str:
 
 
 def keep_run_id(run_dir: Path, run_id: str) -> None:
-    """Write down which run the folder is of."""
+    """Write the id of the run that the folder belongs to, with the folder's inode and path."""
     run_dir.mkdir(parents=True, exist_ok=True)
     replace_file(run_dir / _RUN_ID, "\n".join([run_id, *_marks(run_dir)]) + "\n")
 
 
 def known_run_id(run_dir: Path) -> str:
-    """The id of the run that the folder is of, "" where nobody has written it yet."""
+    """The id of the run that the folder belongs to, "" where it is not written yet."""
     return next(iter(_run_id_lines(run_dir)), "")
 
 
 def _run_id_lines(run_dir: Path) -> list[str]:
-    """The id, and the marks of the folder that it was written for."""
+    """The id, then the inode and path of the folder that it was written for."""
     path = run_dir / _RUN_ID
     return path.read_text().splitlines() if path.exists() else []
 
@@ -103,7 +104,7 @@ def _marks(run_dir: Path) -> list[str]:
 
 
 def of_run(run_id: str) -> dict[str, str]:
-    """The header that says which run a message is meant for."""
+    """The HTTP header that names the run a message is meant for; none without an id."""
     return {RUN_HEADER: run_id} if run_id else {}
 
 
@@ -121,7 +122,8 @@ def bearer(token: str) -> dict[str, str]:
 def accepts(headers: Mapping[str, str], token: str) -> bool:
     """True if a request may pass; every request may where there is no token."""
     shown = headers.get("Authorization", "")
-    # aiohttp keeps bytes that are no UTF-8 as surrogates, which must not fail to be encoded again.
+    # aiohttp keeps bytes that are no UTF-8 as surrogates: without the handler, encoding them would raise. The
+    # comparison takes constant time, so that its duration tells nothing about the token.
     return not token or hmac.compare_digest(shown.encode(errors="surrogateescape"), f"Bearer {token}".encode())
 
 
@@ -130,17 +132,17 @@ def accepts(headers: Mapping[str, str], token: str) -> bool:
 
 @dataclass(frozen=True)
 class InvitedNode:
-    """A node that was invited, and shows its key; `sent_away` says why it was, if it was."""
+    """A node that was invited and shows its key; `sent_away` is the reason if it was sent away, else ""."""
 
     name: str
     sent_away: str
 
 
 def invite(run_dir: Path, node: str) -> str:
-    """A new key for the node of that name, which is to show it as its token; one from before is void.
+    """A new key for the node of that name, which it shows as its token; an older key of that name is void from now on.
 
     Raises:
-        ConfigError: that is no name.
+        ConfigError: `node` is not usable as a name.
         OSError: the run's folder cannot be written.
     """
     if not _NODE_NAME.fullmatch(node):
@@ -162,17 +164,17 @@ def send_away(run_dir: Path, node: str, reason: str = "--evict") -> bool:
 
 
 def nodes_sent_away(run_dir: Path) -> dict[str, str]:
-    """Nodes whose key is void, with why."""
+    """Nodes whose key is void, with the reasons."""
     found = {}
     for path in sorted((run_dir / _NODES).glob("*")):
-        with contextlib.suppress(OSError):  # of a moment, while one is written
+        with contextlib.suppress(OSError):  # a temporary file, gone again since the listing
             if _NODE_NAME.fullmatch(path.name):
                 found[path.name] = path.read_text().partition("\n")[2]
     return {node: reason for node, reason in found.items() if reason}
 
 
 def node_name(token: str) -> str:
-    """Name of the node whose key this is; "" of a run's token."""
+    """Name of the node that a key belongs to; "" for a run's token."""
     return token.partition(":")[0] if ":" in token else ""
 
 
@@ -189,4 +191,5 @@ def known_node(run_dir: Path, headers: Mapping[str, str]) -> InvitedNode | None:
 
 
 def _digest(key: str) -> str:
+    """SHA-256 of a key. The folder holds only digests: whoever reads it cannot show a node's key."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()

@@ -1,12 +1,12 @@
-"""Transcripts: what is kept of every turn for people, one trajectory a line, in files of compressed JSON lines.
+"""Transcripts: every turn as it is kept for people, one trajectory a line, in files of compressed JSON lines.
 
     trajectories/<policy>/<step>.jsonl.gz     the batch that takes the policy from version <step> to the next
     trajectories/<policy>/<step>.trained.gz   log-probs of its sampled tokens as the trainer found them
     held_out/<policy>@<version>.turns.gz      episodes of an evaluation
 
-Prompts and replies are kept as token ids, which are what was trained on. Their text is made by who reads them, with the
-tokenizer of the policy's base: it costs a run nothing then, and says exactly what the ids say. A prompt is kept without
-the beginning that it shares with the turn before, `prompt_shared` tokens of that turn's prompt and reply.
+Prompts and replies are kept as token ids, which are what was trained on. Readers decode them with the tokenizer of the
+policy's base: that costs a run nothing, and the text is exactly that of the ids. A prompt is kept without the prefix
+that it shares with the turn before: the first `prompt_shared` tokens of that turn's prompt and reply.
 """
 
 import gzip
@@ -23,7 +23,7 @@ from jaxtyping import Float
 from flowjax.files import replace_file
 from flowjax.records import Task, Trajectory, Turn
 
-_LEVEL = 6  # of compression: a fifth smaller than 4 for 2 ms a megabyte; 9 is a twentieth smaller for 5 ms more
+_LEVEL = 6  # of zlib: a fifth smaller than 4 for 2 ms a megabyte; 9 is a twentieth smaller for 5 ms more
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ def _compressed(lines: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of such a file, as far as it is whole."""
+    """The lines of such a file, up to where it is damaged or cut off; none of one that cannot be read."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             for line in file:
                 yield json.loads(line)
-    except (OSError, EOFError, ValueError, zlib.error):  # of a run that a power cut has ended: what there is is shown
+    except (OSError, EOFError, ValueError, zlib.error):  # as after a power cut: the lines before it are shown
         return
 
 
@@ -106,7 +106,7 @@ def transcript(task: Task, trajectory: Trajectory, credit: Credit | None = None)
         line["shown"] = _read(trajectory.shown)
     if credit is not None:
         line |= {"reward": _short(credit.reward), "rewards": _rounded(credit.components)}
-        # Not strict: of an evaluation the credit has a reward and no advantages.
+        # Not strict: an evaluation's credit has a reward and no advantages.
         for number, (turn, advantage) in enumerate(zip(line["turns"], credit.advantages, strict=False)):
             turn["advantage"] = _short(advantage)
             if credit.parts:
@@ -146,7 +146,7 @@ def _turns(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def _common(before: list[int], ids: list[int]) -> int:
-    """Length of the beginning that both have."""
+    """Length of the common prefix."""
     if ids[: len(before)] == before:
         return len(before)
     pairs = enumerate(zip(before, ids, strict=False))
@@ -164,7 +164,7 @@ def whole_prompts(turns: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def _read(shown: str) -> Any:
-    """Data of a `shown` text, or the text where it is another rollout's and no JSON."""
+    """Data of a `shown` text; {"text": ...} where it is no JSON, as from a rollout that is not flowjax's."""
     try:
         return json.loads(shown)
     except ValueError:

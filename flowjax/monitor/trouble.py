@@ -1,8 +1,8 @@
 """Faults of the machine in words: a full disk, a folder that may not be written, too many open files.
 
-A run waits for those that may pass (`unwritable`): whoever makes room finds it going on. Memory that a burst took goes
-back to the machine (`return_freed_memory`). Connections say when they come to nothing (`telling_socket`). Orbax,
-which repeats an error for each array, is quiet about it (`quiet_orbax`).
+A run waits while a disk is full or read-only (`unwritable`), and goes on by itself once there is room. Also: memory of
+a burst is returned to the machine (`return_freed_memory`), sockets raise an error where a connection is lost or cannot
+be made (`telling_socket`), and Orbax's repetition of one error for each array is silenced (`quiet_orbax`).
 """
 
 import contextlib
@@ -48,27 +48,28 @@ _WORDINGS = {
     "read-only file system": errno.EROFS,
     "attempt to write a readonly database": errno.EROFS,
 }
-_XLA_MEMORY = "RESOURCE_EXHAUSTED"  # as XLA says that it could not allocate
+_XLA_MEMORY = "RESOURCE_EXHAUSTED"  # status in the text of XLA's error for a failed allocation
 _PROBE_BYTES = 64 * 1024
 _UNHEARD_S = 10.0
 
 
 def explain(error: BaseException) -> str:
-    """Cause and remedy of a fault of the machine; "" for any other error. Looks through what it was raised from."""
+    """Cause and remedy of a fault of the machine; "" for any other error. Also looks at the error's causes."""
     number = _number(error)
     return f"{os.strerror(number)}: {_REMEDIES[number]}" if number in _REMEDIES else ""
 
 
 def is_machine_fault(error: BaseException) -> bool:
-    """True of what says nothing about the data that was worked on: too little memory, or a fault of the system."""
+    """True if an error is no fault of the data that was processed: too little memory, or a fault of the system."""
     return isinstance(error, OSError | MemoryError) or bool(explain(error)) or _XLA_MEMORY in str(error)
 
 
 class _TellingSocket(socket.socket):
-    """A socket that says when the system makes no connection for want of a port or memory.
+    """A socket that raises an error when the system cannot connect because ports or memory are short.
 
-    connect(2) says so by EAGAIN. asyncio takes that for EINPROGRESS and believes the connection to be made: a role then
-    waited for minutes, and its log had nothing but broken pipes. As another class of error it is raised.
+    connect(2) reports that by EAGAIN, for which Python raises BlockingIOError as for EINPROGRESS. asyncio expects the
+    latter and believes the connection to be made: a role then waited for minutes, and its log had nothing but broken
+    pipes. So another class of error is raised.
     """
 
     def connect(self, address: Any) -> None:
@@ -81,10 +82,10 @@ class _TellingSocket(socket.socket):
 
 
 def telling_socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket, as asyncio and aiohttp make them, that says what has become of a connection.
+    """A socket for asyncio and aiohttp that raises an error when its connection cannot be made or is lost.
 
-    Raises `ConnectionError` where the system can make none, and fails after 10 s in which nobody acknowledges what was
-    sent. TCP would try again ever more rarely: a line that was cut for a minute was not used for up to another one.
+    `ConnectionError` where the system can make none; and an error after 10 s in which nobody acknowledges what was
+    sent. By default TCP retries ever more rarely: a link that was down for a minute stayed unused for up to another.
 
     Args:
         address: an entry of `socket.getaddrinfo`.
@@ -97,9 +98,9 @@ def telling_socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 def allow_many_files() -> None:
-    """Let this process open as many files and connections as it may allow itself: often 1,024 are the default."""
+    """Raise this process's soft limit of open files and connections, often 1,024, to its hard limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # the system's own bound is another
+    with contextlib.suppress(OSError, ValueError):  # the system may not grant the hard limit that it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
@@ -109,7 +110,7 @@ def unwritable(error: BaseException) -> str:
 
 
 def unwritable_in(text: str) -> str:
-    """The same of the words in which a process has ended."""
+    """As `unwritable`, from the last lines of a process's log."""
     found = next((number for wording, number in _WORDINGS.items() if wording in text.lower()), None)
     return "" if found is None else f"{os.strerror(found)}: {_REMEDIES[found]}"
 
@@ -125,13 +126,13 @@ def probe(folder: Path) -> str:
             with contextlib.suppress(OSError):
                 path.unlink()
     except OSError as error:
-        # One that has too many files open knows nothing of the folder.
+        # With too many files open this process cannot tell: the folder may be fine.
         return "" if error.errno in (errno.EMFILE, errno.ENFILE) else f"{folder}: {explain(error) or error}"
     return ""
 
 
 def write_whole(descriptor: int, data: bytes) -> None:
-    """Write all of `data`: on a disk that fills up, the system writes a part of it and says so only at the next call.
+    """Write all of `data`. On a disk that fills up `os.write` writes a part of it, and only its next call fails.
 
     Raises:
         OSError: as `os.write`.
@@ -147,7 +148,8 @@ def _number(error: BaseException) -> int | None:
 
 def _number_of_one(error: BaseException) -> int | None:
     if isinstance(error, sqlite3.Error):
-        return _OF_SQLITE.get((getattr(error, "sqlite_errorcode", None) or 0) & 0xFF)  # the rest tells sub-causes
+        # The low byte is SQLite's primary code; the others make an extended one of it.
+        return _OF_SQLITE.get((getattr(error, "sqlite_errorcode", None) or 0) & 0xFF)
     return error.errno if isinstance(error, OSError) else None
 
 
@@ -163,9 +165,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def return_freed_memory() -> None:
     """Let the process shrink again after a burst of large messages.
 
-    glibc keeps raising the size from which a block gets pages of its own, which go back when it is freed. Smaller ones
-    lie on the heap, where any block that is still used keeps the pages below it: a process stays as large as it ever
-    was. A threshold that is set stays where it is. Other C libraries are left alone.
+    From a threshold on, glibc gives a block pages of its own (mmap), which go back to the machine when it is freed. It
+    raises this threshold as large blocks are freed. Smaller blocks lie on the heap, where one that is still used keeps
+    all pages below it: a process stays as large as it ever was. Setting the threshold ends its adaptation. Other C
+    libraries are left alone.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -178,7 +181,7 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
 
 
 def _not_of_an_array(record: logging.LogRecord) -> bool:
-    """False for asyncio's record of an error that nobody waited for, where Orbax raised it while it wrote or read."""
+    """False for asyncio's record of an exception that nobody awaited, if it passed through Orbax's code."""
     trace = record.exc_info[2] if record.exc_info else None
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
     return not ("never retrieved" in record.getMessage() and any("orbax" in name for name in files))
@@ -190,7 +193,7 @@ def quiet_orbax() -> None:
 
     Orbax logs an error once per array before it raises it. After the first failed array it closes its event loop while
     TensorStore still answers for the others: asyncio logs the errors that come before the end, and each later answer
-    prints "Event loop is closed". All of it says nothing that the raised error does not.
+    prints "Event loop is closed". The error that is raised has all of this information.
     """
     logging.getLogger("absl").addFilter(_not_from_orbax)
     logging.getLogger("asyncio").addFilter(_not_of_an_array)
