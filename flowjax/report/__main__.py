@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     os.environ["JAX_PLATFORMS"] = "cpu"  # values of states need no accelerator, which may be busy with the run itself
     named = [Path(argument) for argument in argv if not argument.startswith("-")]
-    runs = [run if run.name.strip(".") else run.resolve() for run in named]  # "." is a folder that has a name, too
+    runs = [run if run.name.strip(".") else run.resolve() for run in named]  # "." has a name only when resolved
     given = [argument.lstrip("-").partition("=") for argument in argv if argument.startswith("-")]
     options = {name: value for name, _, value in given}
     try:
@@ -59,10 +59,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(runs: Sequence[Path], options: dict[str, str]) -> None:
-    """Refuse a command line that cannot be meant.
+    """Check the command line.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: an unknown or impossible option, or no run.
     """
     if unknown := [name for name in options if name not in _OPTIONS]:
         raise ValueError(f"--{unknown[0]} is not known: use some of {', '.join(f'--{name}' for name in _OPTIONS)}")
@@ -70,7 +70,7 @@ def _check(runs: Sequence[Path], options: dict[str, str]) -> None:
         raise ValueError("no run is named: give the folder of one, for example runs/sokoban-nano")
     if twice := [run for place, run in enumerate(runs) if run.resolve() in map(Path.resolve, runs[:place])]:
         raise ValueError(f"{twice[0]} is named twice, which would pass for two seeds: name each run once")
-    for run in runs:  # the first look would tell it, and no more than that
+    for run in runs:  # else only the page in the browser would show the mistake, each time anew
         if "serve" in options and not (run / "config.json").exists():
             flags = "values of flags after '=', as in --serve=8700"
             raise ValueError(f"{run} has no config.json: give the folder of a run, and {flags}")
@@ -99,7 +99,7 @@ def _write_pictures(runs: Sequence[Path], target: str) -> int:
 
 
 def _serve(runs: Sequence[Path], options: dict[str, str]) -> int:
-    """Answer every look with the page as the runs are now."""
+    """Answer every request with the page as the runs are now, until Ctrl-C."""
     host, port = options.get("host") or "127.0.0.1", int(options.get("serve") or _PORT)
     handler = partial(PageHandler, runs, int(options.get("groups") or 0), {})
     try:
@@ -116,7 +116,7 @@ def _serve(runs: Sequence[Path], options: dict[str, str]) -> int:
 
 
 class PageHandler(http.server.BaseHTTPRequestHandler):
-    """Answers with the page, made anew, and with nothing else of the machine."""
+    """Answers with the page, made anew for each request, and serves no other file of the machine."""
 
     def __init__(self, runs: Sequence[Path], groups_per_step: int, known: dict[Any, Made], *arguments: object):
         self._runs, self._groups_per_step, self._known = runs, groups_per_step, known
@@ -129,12 +129,12 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
             return
         try:
             body, status = (self._page() if path == "/" else self._written()).encode(), 200
-        except Exception as error:  # a run under way may be in the middle of anything: the next look finds it whole
+        except Exception as error:  # a run under way may have half-written files: the next request finds them whole
             body, status = _later(error).encode(), 503
         self.send_response(status)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
-        # A run's page shows texts that a model wrote: they may load and send nothing.
+        # A run's page shows texts that a model wrote: should one get in as HTML, it may load and send nothing.
         self.send_header(
             "Content-Security-Policy",
             "default-src 'none'; connect-src 'self'; img-src data:; "
@@ -147,16 +147,17 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
         return make_page(self._runs, groups_per_step=self._groups_per_step, known=self._known)
 
     def _written(self) -> str:
-        """Bytes of the runs' metrics, of which evaluations have none: another number where a run has gone on."""
+        """Size in bytes of the runs' metrics files, as text: the page asks for it, and reports a run that has gone on
+        when it changes. Folders of evaluations have no such file."""
         files = [run / METRICS_FILE for run in self._runs]
         return str(sum(file.stat().st_size for file in files if file.exists()))
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing of every look."""
+        """Print nothing: by default every request would be a line in the terminal."""
 
 
 def _later(error: Exception) -> str:
-    """A page that says why there is none, and looks again by itself."""
+    """A page that shows the error and loads itself again after some seconds."""
     said = escape(str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
     return (
         f'<!DOCTYPE html><html lang="en"><meta http-equiv="refresh" content="{_AGAIN_S}"><title>flowjax</title>'

@@ -13,16 +13,16 @@ from flowjax.credit.table import build_table
 from flowjax.records import COUNTED_STATUSES
 from flowjax.report.episodes import RecordedGroup
 
-_SAME = 1e-6  # advantages that differ by less are equal
-_SWEEPS = 6  # over the layers of a graph, to order the states in each
+_SAME = 1e-6  # advantages, rewards and values that differ by less count as equal
+_SWEEPS = 6  # passes over a graph's layers that order the states in each
 
 
 def explain_credit(groups: Sequence[RecordedGroup], piece: dict[str, Any], credit: ConfigDict) -> None:
     """Add to every group of a piece its graph, and to every turn the sentence on its credit.
 
     Args:
-        groups: those that the piece was made of, of one batch.
-        piece: as `EpisodePages.piece` gives it.
+        groups: groups of one batch, of which the piece was made.
+        piece: as `EpisodePages.piece` returns it; changed in place.
         credit: the policy's `config.credit`.
     """
     options = value_options(credit)
@@ -36,7 +36,7 @@ def explain_credit(groups: Sequence[RecordedGroup], piece: dict[str, Any], credi
 
 
 def value_options(credit: ConfigDict) -> dict[str, Any]:
-    """Discount and kind of rewards, as the estimator has them: what the values of states are shown with."""
+    """Discount and kind of rewards with which the values of states are shown: the estimator's, where it has them."""
     parameters = inspect.signature(get_estimator(credit.name)).parameters
     defaults = {name: parameters[name].default for name in ("gamma", "rewards") if name in parameters}
     chosen = {name: value for name, value in credit.options.to_dict().items() if name in ("gamma", "rewards")}
@@ -62,7 +62,7 @@ def _values(group: RecordedGroup, options: Mapping[str, Any]) -> list[list[tuple
 def _graph(shown: Mapping[str, Any], values: Sequence[Sequence[tuple[float, float, float]]]) -> dict[str, Any]:
     """States with their drawing, value and visits; moves with their actions, advantage and the turns that made them.
 
-    A move is all that led from one state to another: several actions may, such as all steps against a wall.
+    A move joins all actions that led from one state to another, such as all steps against a wall.
     """
     nodes: dict[str, dict[str, Any]] = {}
     edges: dict[tuple[str, str], dict[str, Any]] = {}
@@ -75,7 +75,7 @@ def _graph(shown: Mapping[str, Any], values: Sequence[Sequence[tuple[float, floa
             source = _node(nodes, turn["state"], turn["view"], turn["picture"], before)
             source["start"] |= number == 0
             source["visits"] += 1
-            # An ending is a state of its own: the same position may be passed in one episode and end another.
+            # An ending is a state of its own: one episode may pass through the position at which another ends.
             won = bool(episode["outcome"].get("success", 0.0) >= 1.0)
             target_id = turn["next"] if not is_last else f"{turn['next']}/{'won' if won else 'lost'}"
             target = _node(nodes, target_id, *seen, earned if is_last else 0.0)
@@ -114,20 +114,20 @@ def _last_seen(episode: Mapping[str, Any]) -> tuple[int, int]:
 def _node(nodes: dict[str, dict[str, Any]], name: str, view: int, picture: int, value: float) -> dict[str, Any]:
     fresh = {"view": view, "picture": picture, "value": 0.0, "visits": 0, "start": False, "end": ""}
     node = nodes.setdefault(name, fresh)
-    # A target is met first, with a value of 0, and gets its own once a turn starts in it.
+    # A state is often met first as the target of a move, with a value of 0; it gets its own once a turn starts in it.
     node["value"] = node["value"] or round(value, 4)
     return node
 
 
 def _lay_out(nodes: dict[str, dict[str, Any]], edges: Sequence[tuple[str, str]]) -> None:
-    """Give every state a column, its distance from the start, and a row that keeps moves from crossing much."""
+    """Give every state a column, its distance from the start, and a row for which few moves cross."""
     onward, back = defaultdict(list), defaultdict(list)
     for source, target in edges:
         onward[source].append(target)
         back[target].append(source)
     queue = [name for name, node in nodes.items() if node["start"]]
     column = dict.fromkeys(queue, 0)
-    for name in queue:  # breadth first: the list grows while it is gone through
+    for name in queue:  # breadth first: the list grows while the loop goes through it
         for target in onward[name]:
             if target not in column:
                 column[target] = column[name] + 1
@@ -136,7 +136,9 @@ def _lay_out(nodes: dict[str, dict[str, Any]], edges: Sequence[tuple[str, str]])
     for name in nodes:
         layers[column.get(name, 0)].append(name)
     row = {name: float(place) for layer in layers.values() for place, name in enumerate(layer)}
-    for sweep in range(_SWEEPS):  # each state to the middle of its neighbours (Sugiyama et al. 1981)
+    # Barycentre method (Sugiyama et al. 1981): order each layer by the mean row of its states' neighbours, those before
+    # and those after in turn.
+    for sweep in range(_SWEEPS):
         neighbours = back if sweep % 2 == 0 else onward
         for layer in layers.values():
             middle = {
@@ -163,7 +165,7 @@ def _why(
     estimator: str,
     gamma: float,
 ) -> str:
-    """Words on the credit of turn `at`, which is an episode of the group and a turn of it."""
+    """Sentences on the credit of the turn `at`: index of the episode in the group, and of the turn in the episode."""
     place, number = at
     line, turn = group.lines[place], shown["episodes"][place]["turns"][number]
     if line["status"] not in COUNTED_STATUSES:
@@ -236,7 +238,7 @@ def _of_step(
 
 
 def _choices(here: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
-    """Sentence on what was tried from a state, and with what credit."""
+    """Sentence on the actions that were tried from a state, with their mean advantages."""
     passed = len({place for place, _ in here})
     by_action: dict[str, list[float]] = defaultdict(list)
     for _, turn in here:
@@ -255,6 +257,7 @@ def _short(action: str) -> str:
 
 
 def interest(group: RecordedGroup, graph: Mapping[str, Any] | None) -> tuple[float, int]:
-    """Rank of a group as the first to be shown: its episodes end differently, and part in some state."""
+    """Key by which the page picks the first group to show, the larger the better: how evenly its episodes won and lost,
+    then in how many states they went different ways."""
     ways = Counter(edge["source"] for edge in graph["edges"]) if graph else Counter()
     return group.evenness, sum(count > 1 for count in ways.values())

@@ -1,6 +1,6 @@
 """Episodes of a run as data for the page: transcripts read back, with the text of their tokens and drawings of states.
 
-They go to the page in pieces, one for each batch and evaluation, which a browser unpacks when somebody looks at them.
+They go to the page in pieces, one for each batch and evaluation, which a browser unpacks when they are opened.
 """
 
 import functools
@@ -24,8 +24,8 @@ from flowjax.records import Group, Status, Task, Trajectory, Turn
 from flowjax.rewards import canvas
 from flowjax.run import Run
 
-_CONTEXT_TOKENS = 4  # before a token, that its text may depend on
-_LONGEST_PAYLOAD = 4000  # characters of one of its fields
+_CONTEXT_TOKENS = 4  # tokens before a token on which its text may depend
+_LONGEST_PAYLOAD = 4000  # characters of one field of a task's payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class RecordedGroup:
 
     @property
     def success(self) -> float:
-        """Share of its episodes."""
+        """Share of the group's episodes that succeeded."""
         return sum(line["outcome"].get("success", 0.0) for line in self.lines) / len(self.lines)
 
     @property
     def evenness(self) -> float:
-        """0.5 where as many episodes won as lost, 0 where all ended alike."""
+        """0.5 where as many episodes succeeded as failed, 0 where all ended alike."""
         return min(self.success, 1 - self.success)
 
     def as_group(self) -> Group:
-        """The group as credit reads it."""
+        """The group as the estimators of credit read it."""
         return Group(self.group_id, Task(self.lines[0]["task_id"], "", 0), [_trajectory(line) for line in self.lines])
 
     @property
@@ -55,7 +55,7 @@ class RecordedGroup:
 
 
 def batches_of(run_dir: Path, policy: str) -> list[int]:
-    """Batches of a policy whose transcripts were kept, by the version that was trained."""
+    """Batches of a policy whose transcripts were kept, each by the version of the policy that was trained on it."""
     names = (path.name.partition(".")[0] for path in (run_dir / "trajectories" / policy).glob("*.jsonl.gz"))
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -72,7 +72,8 @@ def read_batch(run_dir: Path, policy: str, step: int) -> list[RecordedGroup]:
     groups = list(_grouped(read_lines(batch_path(run_dir, policy, step))))
     for line in (line for group in groups for line in group.lines):
         values = trained.get(line["trajectory_id"], [])
-        # One list for the whole trajectory; of another length where some of its rows were not trained on.
+        # One list for the whole trajectory. Its length differs where some of the trajectory's rows were not trained on:
+        # then its values cannot be assigned to turns.
         if len(values) == sum(len(turn["sampled_ids"]) for turn in line["turns"]):
             start = 0
             for turn in line["turns"]:
@@ -90,7 +91,7 @@ def _grouped(lines: Iterator[dict[str, Any]]) -> Iterator[RecordedGroup]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         if not isinstance(line, dict) or not {"trajectory_id", "group_id", "turns"} <= line.keys():
-            continue  # of no episode, or torn
+            continue  # not an episode's line
         for turn, prompt in zip(line["turns"], whole_prompts(line["turns"]), strict=True):
             turn["prompt_ids"] = prompt
         groups.setdefault(line["group_id"], []).append(line)
@@ -132,8 +133,8 @@ def _versions(turn: Mapping[str, Any]) -> list[int]:
 
 
 def workflow_use(groups: Sequence[RecordedGroup]) -> dict[str, Any]:
-    """Share of distinct ones among the workflows that a batch's episodes ended with, and calls of each operator in a
-    workflow on average; empty for a world without workflows."""
+    """Share of distinct workflows among those with which a batch's episodes ended, and mean calls of each operator per
+    workflow; empty for a world without workflows."""
     last = [_last_workflow(line) for group in groups for line in group.lines]
     built = [steps for steps in last if steps]
     if not built:
@@ -171,7 +172,7 @@ def _without_ids(value: Any) -> Any:
 
 
 class Texts:
-    """The text of token ids, by the tokenizer of a base; their numbers where it has gone."""
+    """The text of token ids, by the tokenizer of a base; the ids themselves where that cannot be read."""
 
     def __init__(self, folder: Path):
         self._tokenizer: Tokenizer | None = None
@@ -185,7 +186,7 @@ class Texts:
         self._piece = functools.lru_cache(maxsize=1 << 16)(self._piece_after)
 
     def text(self, ids: Sequence[int]) -> str:
-        """All of it, special tokens too: it is what the model read."""
+        """The whole text, special tokens included: it is what the model read."""
         if self._tokenizer is None:
             return " ".join(map(str, ids))
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -199,8 +200,8 @@ class Texts:
     def _piece_after(self, before: tuple[int, ...], token: int) -> str:
         started = self.text(before) if before else ""
         whole = self.text([*before, token])
-        # A token may be a part of a character: what stood for the half before it is then another text, and what this
-        # one adds is the character at the end.
+        # A token may be a part of a UTF-8 character. The text before it then ends in a replacement character, which
+        # this token may complete: `started` is then no prefix of `whole`, and the token adds the last character.
         return whole[len(started) :] if whole.startswith(started) else whole[-1:]
 
 
@@ -209,7 +210,7 @@ class Texts:
 
 @dataclass
 class _Table:
-    """Distinct texts, numbered: prompts and drawings come again and again."""
+    """Distinct texts with numbers to refer to them: the same prompts and drawings occur again and again."""
 
     values: list[str] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
@@ -222,18 +223,19 @@ class _Table:
 
 
 class EpisodePages:
-    """Makes the pieces of a run: `piece` of groups of episodes."""
+    """Makes the pieces of a run's page from groups of episodes."""
 
     def __init__(self, run: Run):
         self._run = run
         bases = {name: policy.base for name, policy in run.policies.items()}
-        bases |= {name: run.bases[name] for name in run.agents.values() if name in run.bases}  # that play as they are
+        # Agents that a base speaks for, without a policy.
+        bases |= {name: run.bases[name] for name in run.agents.values() if name in run.bases}
         self._texts = {name: Texts(Path(base.model.path)) for name, base in bases.items()}
         self._worlds: dict[str, World | None] = {}
         self.problems = list(dict.fromkeys(texts.problem for texts in self._texts.values() if texts.problem))
 
     def piece(self, groups: Sequence[RecordedGroup]) -> dict[str, Any]:
-        """Everything that the page shows of these groups, but for their credit."""
+        """Everything that the page shows of these groups, except their credit."""
         prompts, pictures, views = _Table(), _Table(), _Table()
         shown = [
             {
@@ -249,11 +251,11 @@ class EpisodePages:
         return {"groups": shown, "prompts": prompts.values, "pictures": pictures.values, "views": views.values}
 
     def _episode(self, line: Mapping[str, Any], prompts: _Table, pictures: _Table, views: _Table) -> dict[str, Any]:
-        # Of an endpoint it is known how many tokens there were, and not which: all ids are 0.
+        # Of an endpoint's replies only the number of tokens is known, not which they are: all ids are 0.
         known_ids = any(any(turn["prompt_ids"]) for turn in line["turns"])
         texts, world = self._texts.get(line["policy"]) if known_ids else None, self._world(line["source"])
         turns, trace = [], None
-        known: dict[Any, Any] = {}  # calls of workflows that were run before
+        known: dict[Any, Any] = {}  # results of nodes that earlier turns ran, by node and turn: see `_completed`
         for turn in line["turns"]:
             shown = turn.get("shown", {})
             seen = _seen(world, shown.get("view"), trace)
@@ -273,7 +275,7 @@ class EpisodePages:
                 if name in turn:
                     made[name] = turn[name]
             if (found := shown.get("trace")) is not None:
-                made["trace"] = trace = _completed(found, known)  # an action that was refused leaves what was there
+                made["trace"] = trace = _completed(found, known)  # a refused action has none: the former one stays
             turns.append(made)
         last = _seen(world, line.get("shown", {}).get("view"), trace)
         kept = ("trajectory_id", "policy", "seed", "status", "error", "outcome", "reward", "rewards")
@@ -281,7 +283,8 @@ class EpisodePages:
         return {**found, "turns": turns, "view": views.place(last[0]), "picture": pictures.place(last[1])}
 
     def _add_structure(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Add S and C of the reward of workflows to every episode, where the policy is paid by it."""
+        """Add the parts of the `canvas` reward to every episode of a policy that has it: S of the workflow's structure,
+        C of the answer's correctness."""
         episodes = [episode for group in groups for episode in group["episodes"]]
         for name, policy in self._run.policies.items():
             paid = policy.reward.components.to_dict().get("canvas")
@@ -292,7 +295,7 @@ class EpisodePages:
             names = [each for each in inspect.signature(canvas).parameters if each in theirs[0]["outcome"]]
             outcomes = {each: jnp.array([episode["outcome"].get(each, 0.0) for episode in theirs]) for each in names}
             correct = outcomes.pop("correctness")
-            # By the reward function itself, once with a wrong answer: what is left is base + S, whatever the options.
+            # By the reward function itself, also with a wrong answer: that leaves base + S, whatever the options are.
             unsolved = np.asarray(canvas(jnp.zeros_like(correct), **outcomes, **options))
             whole = np.asarray(canvas(correct, **outcomes, **options))
             base = options.get("base", inspect.signature(canvas).parameters["base"].default)
@@ -302,7 +305,7 @@ class EpisodePages:
                 episode["structure"] = {part: round(float(value), 4) for part, value in found.items()}
 
     def _world(self, source: str) -> World | None:
-        """The world of a source; None where it cannot be had here, which costs the page its drawings."""
+        """The world of a source; None where it cannot be made here, and then states are not drawn."""
         if source not in self._worlds:
             try:
                 world = find_world(self._run.config.env.name)(**task_options(self._run.config, source))
@@ -314,19 +317,19 @@ class EpisodePages:
 
 
 def _completed(trace: Any, known: dict[Any, Any]) -> Any:
-    """A trace whose remembered nodes have what they were given and gave when they were run."""
+    """A trace in which nodes whose results were remembered get the inputs, outputs and costs of when they were run."""
     nodes = trace.get("nodes") if isinstance(trace, dict) else None
     for node in nodes if isinstance(nodes, list) else ():
         name = (node.get("id"), node.get("turn"))
         if "inputs" in node:
             known[name] = {part: node.get(part) for part in ("inputs", "outputs", "tokens", "cost", "seconds")}
         elif name in known:
-            node.update(known[name])  # what it cost when it was run: remembered, it costs nothing
+            node.update(known[name])  # with the cost of its run, since a remembered result costs nothing
     return trace
 
 
 def _seen(world: World | None, view: Any, trace: Any) -> tuple[str, str]:
-    """A view in words, and drawn; "" for what there is none of."""
+    """A view in words, and its drawing; "" where there is none."""
     if view is None:
         return "", ""
     if world is None:
@@ -334,7 +337,7 @@ def _seen(world: World | None, view: Any, trace: Any) -> tuple[str, str]:
     try:
         known = view_reader(world.View)(view)
         return _in_words(view, world.View), world.draw(known, trace)
-    except Exception:  # of another version of the world, or another workflow's own observation
+    except Exception:  # the view is of another version of the world, or of a workflow with observations of its own
         return _in_words(view), ""
 
 

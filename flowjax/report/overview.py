@@ -13,8 +13,8 @@ from flowjax.monitor.held_out import oldest_first, read_held_out, summarise
 from flowjax.monitor.metrics import NOT_FINITE, evaluation_lines, read_metrics
 from flowjax.monitor.provenance import read_starts
 
-_SEED_FIELDS = ("seed", "name", "runs")  # in which the seeds of one method differ, and nothing else
-_PHASES = {  # of a step, in their order; what is left of it is "other"
+_SEED_FIELDS = ("seed", "name", "runs")  # the only fields in which runs of one method with different seeds differ
+_PHASES = {  # of a step: field of its line -> name on the page
     "wait_s": "waiting for episodes",
     "pack_s": "packing rows",
     "compute_s": "forward and backward passes",
@@ -29,15 +29,15 @@ _SHOWN_EVENTS = ("restart", "down", "failed", "paused", "kill", "moved")
 
 
 def overview(run_dir: Path) -> dict[str, Any]:
-    """Everything about a run that the page shows at first sight.
+    """Everything about a run that the page shows on its first section.
 
     Raises:
-        ConfigError: the folder is none of a run.
+        ConfigError: the folder is not a run's, or has no step and no evaluation yet.
     """
     config, entries, warm = load_run(run_dir), read_metrics(run_dir), read_metrics(run_dir / "warm_start")
     train = [entry for entry in entries if entry["kind"] == "train"]
     evaluations = evaluation_lines(entries)
-    if not train and not evaluations:  # the folder of `flowjax.evaluate` has its episodes alone
+    if not train and not evaluations:  # the folder of a `flowjax.evaluate` has only episodes, no metrics.jsonl
         evaluations = [_played(file) for file in oldest_first((run_dir / "held_out").glob("*.jsonl"))]
     if not train and not evaluations:
         warming = ", it is in its warm start" if warm else ""
@@ -77,7 +77,7 @@ def version_of(evaluation: str) -> int:
 
 
 def _played(file: Path) -> dict[str, Any]:
-    """The line that an evaluation would have in metrics.jsonl, of its episodes."""
+    """The line that an evaluation would have in metrics.jsonl, computed from its episodes."""
     results = summarise(read_held_out(file))
     success = results["metrics"]["success"]
     found = {"step": version_of(file.stem), "success_rate": success["mean"], "low": success["low"]}
@@ -85,7 +85,7 @@ def _played(file: Path) -> dict[str, Any]:
 
 
 def _by_policy(train: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Columns of numbers by policy and metric: None where a step has none, the name of one that is not finite."""
+    """Columns of numbers by policy and metric: None where a step lacks it, "nan" or "inf" where it is that."""
     found: dict[str, Any] = {}
     for policy in dict.fromkeys(str(entry.get("policy", "")) for entry in train):
         lines = [entry for entry in train if str(entry.get("policy", "")) == policy]
@@ -124,9 +124,9 @@ def timeline(
     warm_start: tuple[float, float] | None,
     paused: Sequence[tuple[float, float]] = (),
 ) -> list[dict[str, Any]]:
-    """Rows of spans, each of `[start, end, phase]`: one a role, the trainer's by phases.
+    """Rows of spans `[start, end, phase]`: one row for each role, and one for each policy's steps, by phases.
 
-    Seconds are those since the epoch at the first launch; later ones are without the time that was `paused`.
+    Times are in seconds since the epoch; those after a pause (`paused`) are earlier by its length.
     """
     rows: list[dict[str, Any]] = []
     last_s = max((entry.get("time_s", 0.0) for entry in (*train, *evaluations, *events)), default=0.0)
@@ -149,29 +149,29 @@ def timeline(
 
 
 def ends_of(starts: Sequence[Mapping[str, Any]], entries: Sequence[Mapping[str, Any]]) -> list[float]:
-    """End of each launch: of one that was killed, or goes on, the last line that the run has of it."""
+    """End of each launch; of one that was killed or goes on, the time of its last line."""
     found = []
     later = [*(start["started_s"] for start in starts[1:]), math.inf]
-    for start, after_s in zip(starts, later, strict=False):  # of a folder without run.json there are none
+    for start, after_s in zip(starts, later, strict=False):  # a folder without run.json has no starts
         lines = [time_s for entry in entries if start["started_s"] <= (time_s := entry.get("time_s", 0.0)) < after_s]
         found.append(start.get("ended_s", max(lines, default=start["started_s"])))
     return found
 
 
 def pauses(starts: Sequence[Mapping[str, Any]], ends: Sequence[float]) -> list[tuple[float, float]]:
-    """Times between a launch and the next."""
+    """Spans between the end of a launch and the start of the next."""
     between = zip(ends, (start["started_s"] for start in starts[1:]), strict=False)
     return [(ended_s, started_s) for ended_s, started_s in between if started_s > ended_s]
 
 
 def _awake(time_s: float, paused: Sequence[tuple[float, float]]) -> float:
-    """The time without the pauses before it; all of a pause is one moment."""
+    """The time less the pauses before it; a time within a pause becomes the pause's start."""
     return round(time_s - sum(min(time_s, to) - since for since, to in paused if time_s > since), 3)
 
 
 def _role_spans(events: Sequence[Mapping[str, Any]], until_s: float) -> Iterator[list[Any]]:
-    """Spans of starting, up and down of one role, from what its supervisor said."""
-    begins = "starting" if any(event.get("event") == "up" for event in events) else "up"  # some roles never say so
+    """Spans of starting, up and down of one role, from its supervisor's events."""
+    begins = "starting" if any(event.get("event") == "up" for event in events) else "up"  # some have none
     phases = {"start": begins, "restart": begins, "up": "up", "down": "down", "paused": "down"}
     at, phase = 0.0, ""
     for event in events:
@@ -180,12 +180,13 @@ def _role_spans(events: Sequence[Mapping[str, Any]], until_s: float) -> Iterator
             yield [at, time_s, phase]
         phase = "" if name in ("done", "stopped", "failed") else phases.get(name, phase)
         at = time_s
-    if phase and until_s > at:  # of a run that goes on, or was killed
+    if phase and until_s > at:  # the run goes on, or was killed
         yield [at, until_s, phase]
 
 
 def _phases(line: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """Phases of one step, laid end to end before its line was written; the checkpoint of the step before came first."""
+    """Phases of one step, laid end to end up to the time of its line. Saving comes first: it is the save of the step
+    before."""
     seconds = phase_seconds(line)
     at = float(line.get("time_s", 0.0)) - sum(seconds.values())
     for name in ("save_s", *(name for name in _PHASES if name != "save_s")):
@@ -195,7 +196,7 @@ def _phases(line: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 
 def phase_seconds(line: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of each phase of a step. `step_s` holds packing, too: what is left of it is computing."""
+    """Seconds of each phase of a step. `step_s` contains `pack_s`: computing is the rest of it."""
     found = {name: float(line[name]) for name in _PHASES if isinstance(line.get(name), int | float)}
     if isinstance(line.get("step_s"), int | float):
         found["compute_s"] = max(line["step_s"] - found.get("pack_s", 0.0), 0.0)
@@ -208,9 +209,9 @@ def spent(
     warm_s: float,
     wall_s: float,
 ) -> dict[str, Any]:
-    """Seconds by phase over the whole run, with what they were spent on besides.
+    """Seconds by phase over the whole run, and counts of episodes, turns and trained tokens.
 
-    Trainers of their own for several policies work side by side: their phases are then more than the wall time.
+    Where each policy has a trainer of its own, these work side by side: their phases may be more than the wall time.
     """
     phases: dict[str, float] = {"warm start": warm_s} if warm_s else {}
     for line in train:
@@ -221,7 +222,7 @@ def spent(
     sums = {name: sum(line.get(name, 0) or 0 for line in train) for name in ("episodes", "turns", "trained_tokens")}
     return {
         "phases": phases,
-        "wall_s": wall_s or sum(phases.values()),  # of a run without run.json
+        "wall_s": wall_s or sum(phases.values()),  # the latter for a run without run.json
         "evaluation_s": sum(entry.get("seconds", 0.0) for entry in evaluations),
         **sums,
     }
@@ -231,7 +232,7 @@ def spent(
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Fields in which the configs of runs differ, with the value in each; the name of the run is left out."""
+    """Fields in which the configs of runs differ, with each run's value; the field `name` is left out."""
     fields = dict.fromkeys(field for run in runs for field in run["config"])
     found = []
     for field in fields:
@@ -242,11 +243,11 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def methods(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Runs that differ in nothing but their seed, by index: the seeds of one method."""
+    """Indices of runs that differ only in their seed, as one list for each method."""
     found: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         rest = {field: value for field, value in run["config"].items() if field not in _SEED_FIELDS}
-        for field, value in rest.items():  # folders of the run itself, such as that of its nano base
+        for field, value in rest.items():  # paths with the run's own name in them, such as that of its nano base
             if isinstance(value, str):
                 rest[field] = "/".join("<run>" if part == run["name"] else part for part in value.split("/"))
         found.setdefault(str(sorted(rest.items())), []).append(index)
@@ -254,13 +255,13 @@ def methods(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """Names of runs as they are shown: of the folders, with all of their path where two have the same."""
+    """Names of runs as they are shown: those of their folders, or the whole paths where two have the same name."""
     names = [run.name for run in runs]
     return [str(run) if names.count(run.name) > 1 else run.name for run in runs]
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Fields of a config by dotted names, with values that JSON has."""
+    """Fields of a config by dotted names; values that JSON lacks are turned into text."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{before}{name}.")

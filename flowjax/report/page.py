@@ -1,7 +1,7 @@
 """One self-contained HTML page about runs: data and assets put together, needing no network.
 
-What is seen first lies in the page as JSON. Episodes lie beside it in compressed pieces, one for each batch and
-evaluation, which the browser unpacks when somebody opens them: so a page of 200 steps opens at once.
+The overview is in the page as JSON. Episodes are in compressed pieces (gzip, base64), one for each batch and
+evaluation, which the browser unpacks when they are opened: so a page of 200 steps opens at once.
 """
 
 import base64
@@ -31,25 +31,25 @@ from flowjax.run import Run, read_run
 
 ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("base.js", "charts.js", "overview.js", "episodes.js", "credit.js", "canvas.js", "runs.js")
-_MOST_GROUPS = 800  # of all batches of a run, where the command does not say
-_MOST_BYTES = 10 * 2**20  # of the files that they are made of
+_MOST_GROUPS = 800  # of all batches of a policy together, where no --groups is given
+_MOST_BYTES = 10 * 2**20  # of the transcript files of these groups
 _MOST_EVALUATIONS = 8
-_LEVEL = 6
+_LEVEL = 6  # of gzip
 
 
-Made = tuple[str, dict[str, Any]]  # a piece, packed, and its description
+Made = tuple[str, dict[str, Any]]  # a packed piece and its description
 
 
 def make_page(runs: Sequence[Path], *, groups_per_step: int = 0, known: dict[Any, Made] | None = None) -> str:
     """The page as HTML text.
 
     Args:
-        runs: their folders.
+        runs: folders of the runs.
         groups_per_step: groups of each batch whose episodes are in the page; 0: as many as a page holds well.
-        known: pieces of pages before, for one that is made again and again; new ones are added.
+        known: cache of pieces, for a page that is made again and again; new pieces are added.
 
     Raises:
-        ConfigError: a folder is none of a run.
+        ConfigError: a folder is not a run's.
     """
     shown = [overview(run_dir) for run_dir in runs]
     pieces: list[str] = []
@@ -65,7 +65,7 @@ def make_page(runs: Sequence[Path], *, groups_per_step: int = 0, known: dict[Any
                 data["workflows"].append({"step": described["step"], "policy": described["policy"], **described["use"]})
             pieces.append(f'<script type="text/plain" id="{key}">{packed}</script>')
         costs = [piece["cost"] for piece in data["pieces"] if "cost" in piece]
-        # Of some batches alone it would be less than the run has cost.
+        # A sum over some of the batches would be less than the run has cost: none is shown then.
         whole = len(costs) == sum(len(batches_of(run_dir, policy)) for policy in run.policies)
         data["spent"]["cost"] = sum(costs) if whole else None
     data = {"runs": shown, "differences": differences(shown), "methods": methods(shown)}
@@ -74,7 +74,8 @@ def make_page(runs: Sequence[Path], *, groups_per_step: int = 0, known: dict[Any
     parts = {
         "TITLE": escape(", ".join(run["name"] for run in shown)),
         "STYLE": (ASSETS / "page.css").read_text(encoding="utf-8"),
-        # No "<" of a text that a model wrote may be read as the end of the script, or as the place of another part.
+        # Texts that a model wrote are in here: a "<" in them must not end the script element, nor open the marker of
+        # another part ("<!-- SCRIPT -->").
         "DATA": _json(data).replace("<", "\\u003c"),
         "PIECES": "\n".join(pieces),
         "SCRIPT": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS),
@@ -99,7 +100,8 @@ def _packed(piece: dict[str, Any]) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that browsers read: a diverged policy has numbers that are none, which Python's would write as NaN."""
+    """JSON that browsers can parse: numbers that are not finite, as of a diverged policy, become null. Python would
+    write them as NaN or Infinity, which is no JSON."""
     return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
 
 
@@ -112,14 +114,14 @@ def _finite(value: Any) -> Any:
 
 
 def _pieces(run: Run, groups_per_step: int, notes: list[str], known: dict[Any, Made]) -> Iterator[Made]:
-    """Every piece of a run; what was left out is said in `notes`."""
+    """Every piece of a run. Adds a sentence to `notes` for each kind of data that is left out."""
     pages = EpisodePages(run)
     evaluations = evaluations_of(run.folder)
     if len(kept := _spread(evaluations, _MOST_EVALUATIONS)) < len(evaluations):
         notes.append(f"Episodes of {len(kept)} of the {len(evaluations)} evaluations are in this page, evenly spread.")
 
     def made(paths: Sequence[Path], most: int, make: Callable[[], Made | None]) -> Iterator[Made]:
-        """The piece of some files, made anew only where one of them has changed, or is there by now."""
+        """The piece of some files, from the cache unless one of them has changed or is new."""
         stamp = (*((path, path.stat().st_mtime_ns) for path in paths if path.exists()), most)
         if stamp not in known and (piece := make()) is not None:
             known[stamp] = piece
@@ -170,8 +172,11 @@ def _batch(run: Run, pages: EpisodePages, policy: str, step: int, most: int) -> 
 
 
 def _affordable(run: Run, policy: str, steps: Sequence[int]) -> tuple[list[int], int]:
-    """The batches of a policy that a page can hold, evenly spread, and the groups of each: a power of two, so that a
-    page which is made again has most of its pieces already. Pieces are about as large as the files they are made of."""
+    """The batches of a policy that a page can hold, evenly spread, and the number of groups of each.
+
+    Pieces are about as large as the files they are made of. The number is a power of two: as a run grows it changes
+    seldom, and with it the cached pieces of a page that is made again.
+    """
     if not steps:
         return [], 0
     size = sum(batch_path(run.folder, policy, step).stat().st_size for step in steps)
@@ -183,15 +188,15 @@ def _affordable(run: Run, policy: str, steps: Sequence[int]) -> tuple[list[int],
 
 
 def _spread(values: Sequence[Any], most: int) -> list[Any]:
-    """So many of the values, evenly, with the first and the last."""
+    """At most so many of the values, evenly spread, the first and the last among them."""
     if len(values) <= most:
         return list(values)
     return [values[round(place * (len(values) - 1) / max(most - 1, 1))] for place in range(most)]
 
 
 def _chosen(groups: Sequence[RecordedGroup], most: int) -> list[RecordedGroup]:
-    """The groups of a batch that are shown: those whose episodes differ most come first, but
-    every other one is any, so that the page shows what is common, too."""
+    """The groups of a batch that are shown: one half those whose episodes differ most in success, one half an even
+    sample of the others, so that the page shows common groups, too."""
     if len(groups) <= most:
         return list(groups)
     divided = sorted(groups, key=lambda group: -group.evenness)[: (most + 1) // 2]

@@ -29,7 +29,7 @@ from flowjax.run import read_run
 _WIDTH, _HEIGHT = 760, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 150, 20, 44
 _COLOURS = ("#1f6fb2", "#c4512d", "#3b8f4e", "#8458a6", "#8a6d1f", "#4a4a4a")
-_WINDOW = 10
+_WINDOW = 10  # steps of the moving average
 
 
 def moving_average(values: Sequence[float], window: int = _WINDOW) -> list[float]:
@@ -39,8 +39,8 @@ def moving_average(values: Sequence[float], window: int = _WINDOW) -> list[float
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One policy's way through one run: lines of `metrics.jsonl` with `step` and `success_rate`, evaluations also with
-    `low` and `high`."""
+    """Lines of `metrics.jsonl` of one policy in one run, with `step` and `success_rate`; evaluations also have `low`
+    and `high`."""
 
     label: str
     train: Sequence[Mapping[str, Any]]
@@ -48,10 +48,10 @@ class Curve:
 
 
 def curves(run: Path, name: str) -> list[Curve]:
-    """The run's, one for each policy, under that name.
+    """The run's curves, one for each policy, labelled with `name` and, of several policies, the policy's name.
 
     Raises:
-        ValueError: a folder without training steps.
+        ValueError: the folder has no training steps.
     """
     entries = read_metrics(run)
     train = [entry for entry in entries if entry["kind"] == "train" and "success_rate" in entry]
@@ -76,10 +76,10 @@ def curves(run: Path, name: str) -> list[Curve]:
 
 
 def learning_curves(runs: Sequence[Path]) -> str:
-    """The picture as SVG text.
+    """The learning curves of runs as SVG text.
 
     Raises:
-        ValueError: a folder without training steps.
+        ValueError: a folder has no training steps.
     """
     drawn = [curve for run, name in zip(runs, names_of(runs), strict=True) for curve in curves(run, name)]
     steps = max(entry["step"] for curve in drawn for entry in curve.train)
@@ -170,7 +170,7 @@ def draw_state_graph(run: Path) -> str | None:
         return None
     policy, group = policies[name], most_divided(groups)
     table = build_table([group.as_group()], np.array(group.rewards))
-    # What was trained on, not what the estimator gives this group alone: some compare over the whole batch.
+    # The advantages that were trained on, not those of the estimator on this group: some compare over the whole batch.
     advantages = np.array([turn.get("advantage", 0.0) for line in group.lines for turn in line["turns"]])
     won = np.array([line["outcome"].get("success", 0.0) >= 1.0 for line in group.lines for _ in line["turns"]])
     return to_svg(state_graph(table, advantages, won=won, **value_options(policy.credit)))
@@ -178,7 +178,7 @@ def draw_state_graph(run: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Node:
-    """A state: its value, how often turns started or ended in it."""
+    """A state: its value, and how often episodes started in it or moves led to it."""
 
     name: str
     value: float
@@ -188,7 +188,7 @@ class Node:
 
     @property
     def text(self) -> str:
-        """Text in the node, lines parted by newlines."""
+        """Text in the node, with its lines separated by newlines."""
         return f"{self.label or self.name}\nV {self.value:.3g}  ×{self.visits}"
 
 
@@ -235,16 +235,16 @@ def state_graph(
 
     Args:
         table: the turns.
-        advantages: what any estimator gave them.
-        group: whose graph.
+        advantages: one for each turn, of any estimator.
+        group: index of the group in the table.
         labels: text to show for a state id, such as a drawing of the level.
-        won: whether a turn's episode succeeded; where it is not known, an ending that paid counts as won.
+        won: True for turns of an episode that succeeded; if None, an ending with a positive reward counts as won.
         options: those of `state_values`.
     """
     found = state_values(table, **options)
     columns = columns_of(table)
     before, earned = np.asarray(found.before), np.asarray(found.earned)
-    after = np.where(columns["terminal"], earned, np.asarray(found.after))  # an ending shows what it paid
+    after = np.where(columns["terminal"], earned, np.asarray(found.after))  # an ending shows its reward as its value
     given = np.asarray(advantages)
     value: dict[str, float] = {}
     kind: dict[str, Kind] = {}
@@ -262,7 +262,7 @@ def state_graph(
         kind[source_name] = "start" if first else kind.get(source_name, "state")
         kind.setdefault(target_name, "state")
         value[source_name] = float(before[row])
-        value.setdefault(target_name, float(after[row]))  # a state that some turn started in has that turn's word
+        value.setdefault(target_name, float(after[row]))  # a turn that starts in the state overwrites it, above
         label |= {source_name: (labels or {}).get(state, ""), target_name: (labels or {}).get(target, "")}
         visits[source_name] += first
         visits[target_name] += 1
@@ -273,7 +273,8 @@ def state_graph(
 
 
 def to_dot(graph: StateGraph) -> str:
-    """The graph in Graphviz's language. Darker is worth more; green moves have positive advantage, orange negative."""
+    """The graph in Graphviz's language. Darker states have a higher value; green moves have a positive advantage,
+    orange ones a negative one."""
     highest = max((node.value for node in graph.nodes), default=0.0)
     lines = [
         "digraph states {",
