@@ -1,7 +1,7 @@
-"""Answers in replies: where they stand, short ones by exact match and token F1, multiple choice by the chosen option.
+"""Answers in replies: finding them, scoring short ones by exact match and word F1, and the option of multiple choice.
 
 Normalisation and both scores of short answers are those of the SQuAD evaluation (Rajpurkar et al. 2016, arXiv
-1606.05250), but that "yes" and "no" have no part of a score, as in HotpotQA's (Yang et al. 2018, arXiv 1809.09600).
+1606.05250), except that "yes" and "no" get no partial score, as in HotpotQA's (Yang et al. 2018, arXiv 1809.09600).
 Several gold answers may be given; the best one counts.
 """
 
@@ -13,24 +13,24 @@ from collections.abc import Mapping, Sequence
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# What begins another pair ends the look for this one's end, so that time is linear.
+# The contents may not have another `<answer>`, so that the search takes linear time.
 _PAIR = r"<answer>((?:(?!<answer>).)*?)</answer>"
 _ANSWER = re.compile(_PAIR, re.DOTALL | re.IGNORECASE)
 _AUGMENTED_SHARE = 0.3
 _WHOLE = ("yes", "no", "noanswer")
-MAX_OPEN_BOXES = 16  # that are begun and not ended, before the search is given up
+MAX_OPEN_BOXES = 16  # boxes without an end that are tried before the search is given up
 _BOX, _BRACE = re.compile(r"\\boxed\s*\{"), re.compile(r"\\.|[{}]", re.DOTALL)  # `\{` is no brace
 
 
 def without_thoughts(reply: str) -> str:
-    """A reply without what a model thought before it; "" where the thoughts have no end, wherever they began."""
+    """A reply without the model's thoughts before it; "" where a `<think>` has no end."""
     after = reply.rpartition("</think>")[2]
     return "" if "<think>" in after else after.strip()
 
 
 def between_tags(text: str, tag: str) -> str | None:
-    """Contents of the last pair of tags, in whatever case; the whole text where it has no tag, None where no pair."""
-    # The last: reasoning that comes first may mention the tags, or weigh other actions in them. A stray tag is no pair.
+    """Contents of the last pair of tags, in any case; the whole text where it has no tag, None where it has no pair."""
+    # The last pair: reasoning before it may mention the tags, or consider other actions in them.
     tags = list(re.finditer(rf"<(/?){tag}>", text, re.IGNORECASE))
     if not tags:
         return text
@@ -60,13 +60,13 @@ def normalise_answer(text: str) -> str:
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> bool:
-    """True if the prediction equals one of the gold answers, both normalised. An empty prediction never does."""
+    """True if the prediction equals one of the gold answers, both normalised; never for an empty prediction."""
     said = normalise_answer(prediction)
     return bool(said) and any(said == normalise_answer(answer) for answer in answers)
 
 
 def f1_score(prediction: str, answers: Sequence[str], *, unique: bool = False) -> float:
-    """Harmonic mean of precision and recall over words, of the best gold answer; 0 where there is none.
+    """Harmonic mean of precision and recall over words, for the best gold answer; 0 where there is none.
 
     Args:
         unique: count each word once, as ASearcher does; SQuAD counts repetitions. Words are normalised alike in both.
@@ -75,7 +75,8 @@ def f1_score(prediction: str, answers: Sequence[str], *, unique: bool = False) -
 
 
 def augmented_f1(prediction: str, answers: Sequence[str], augmented: Sequence[str]) -> float:
-    """ASearcher's score where rewordings of the gold answers are known: 0.7 f + 0.3 max(f, f of the rewordings)."""
+    """ASearcher's score with rewordings of the gold answers: 0.7 f + 0.3 max(f, g), f the F1 of the gold answers and g
+    that of the rewordings, both over distinct words."""
     score = f1_score(prediction, answers, unique=True)
     best = max(score, f1_score(prediction, augmented, unique=True))
     return (1 - _AUGMENTED_SHARE) * score + _AUGMENTED_SHARE * best
@@ -89,7 +90,7 @@ def last_answer(text: str) -> str | None:
 
 def _f1(prediction: str, answer: str, unique: bool) -> float:
     texts = normalise_answer(prediction), normalise_answer(answer)
-    if texts[0] != texts[1] and not set(texts).isdisjoint(_WHOLE):  # "yes no" would be paid 2/3, whatever is right
+    if texts[0] != texts[1] and not set(texts).isdisjoint(_WHOLE):  # else "yes no" gets 2/3, whichever is right
         return 0.0
     said, gold = (Counter(text.split()) for text in texts)
     if unique:
@@ -98,15 +99,15 @@ def _f1(prediction: str, answer: str, unique: bool) -> float:
     return 2 * common / (said.total() + gold.total()) if common else 0.0
 
 
-# An option begins its line, or stands after another on the same line: "A. wood", "(B) stone", "C) iron", "D: clay".
+# An option begins its line, or follows another on the same line: "A. wood", "(B) stone", "C) iron", "D: clay".
 _OPTION = re.compile(r"(?:^|(?<=\s))(?:\(([A-J])\)|([A-J])[.):])\s+(?=\S)", re.MULTILINE)
 _GOES_ON = "and|as|because|but|by|for|given|if|is|it|not|or|over|since|so|then|which|with"
 _LETTER = (
     r"(?:option |choice )?[*(\[{\"'$]*([A-J])(?![\w'])"
-    # Bare and before a word that does not go on about it, A is an article and I a person: "Answer: A cat".
+    # Bare, and before a word that does not go on about the option, A is an article and I a pronoun: "Answer: A cat".
     rf"(?!(?<=[AI])(?<!option .)(?<!choice .) (?!(?:{_GOES_ON})\b)(?-i:[a-z]))"
 )
-# The first of these that a reply has counts; its blanks are one space each.
+# The first of these forms that a reply has counts. The reply's blanks have been reduced to single spaces.
 _DECLARED = (
     re.compile(rf"answer ?(?:is)? ?[:=]? ?(?:I think )?{_LETTER}", re.IGNORECASE),
     re.compile(rf"(?:choose|pick|select|think|(?:choice|option) ?(?:is|[:=])) ?{_LETTER}", re.IGNORECASE),
@@ -121,8 +122,8 @@ def options_of(question: str) -> dict[str, str]:
     """Letter -> text of the options that a question lists, empty where it lists none.
 
     Options are A, B and so on without a gap, each followed by a full stop, a colon or a closing parenthesis and then by
-    text; the first begins a line or the list that follows a question mark or colon. One letter alone, as in f(a) or
-    "plan a.", is none.
+    text; the first begins a line, or follows a question mark, colon or other punctuation. One option alone, as in f(a)
+    or "plan a.", does not count.
     """
     found: list[re.Match[str]] = []
     for match in _OPTION.finditer(question):
@@ -146,10 +147,10 @@ def _begins_list(question: str, start: int) -> bool:
 def chosen(reply: str, options: Mapping[str, str]) -> str | None:
     r"""The letter that a reply chooses, None where it names none or none that is offered.
 
-    In this order: the last `\boxed{}`, or else `<answer>` pair; a reply that is a letter; the last "answer is X", or
-    else the last "I choose X", "choice: X" or "option X is correct", of letters that are offered; a reply that begins
-    with a letter as options do, or with one and a reason; a reply that is the text of exactly one option, but for an
-    article before it. Letters in words, and articles, are none.
+    The reply is the last `\boxed{}` or else `<answer>` pair, or else all of it. It names a letter, in this order: by
+    being one; by its last "answer is X", or else its last "I choose X", "choice: X" or "option X is correct", of the
+    offered letters; by beginning with one as options do, or with one and a reason; by being the text of exactly one
+    option, apart from an article before it. Letters in words, and articles, do not count.
     """
     marked = (last_boxed(reply), last_answer(reply), reply)
     reply = " ".join(next(text for text in marked if text is not None).split())

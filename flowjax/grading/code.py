@@ -1,9 +1,9 @@
-"""Tests of programs, and verdicts: results, compared outside the sandbox with what was expected.
+"""Tests of programs, and verdicts: results are compared outside the sandbox with the expected ones.
 
-The tested program gets one input at a time and gives back data (or text); expected results never enter its sandbox, so
+The tested program gets one input at a time and returns data (or text); expected results never enter its sandbox, so
 there is nothing there to read, patch or print that would make a wrong program right. Tests that are code run in a
-second box, which reaches the program's objects through `sandbox_objects` and whose verdicts carry a token that the
-program never sees.
+second box, which reaches the program's objects through `sandbox_objects`; its verdicts carry a token that the program
+never sees.
 
 `assert f(1, [2]) == 3` needs no test code in the sandbox: it is taken apart into a call whose result can be compared as
 data. What cannot be taken apart (loops, expressions around the call) stays code.
@@ -32,11 +32,11 @@ JUDGE_LIMITS = Limits(cpu_s=8.0, idle_s=5.0, wall_guard_s=120.0, processes=8)
 CASE_CPU_S = 3.0
 TALK_BYTES = 64 << 20  # longest message between tests and program
 NAMES_BYTES = 1 << 20  # longest list of a program's names: read here, JSON takes 25 times its length
-STRAY_LINES = 100  # of a program in place of one answer: what it writes beside answers is none
+STRAY_LINES = 100  # that a program may write before an answer; lines that are no answers are skipped
 _QUESTION = b'peer ["do"'
 NOT_RUN = "not reached"
-# Of tests that run the program as a part of their text, it is the text that runs beside no test. What it leaves must be
-# data: an object that stays there could say that it equals whatever it is compared with.
+# Some tests put the program into a text of their own and run that (`Suite.runs_text`). The text runs in the program's
+# box. Its result must be data: an object that stays there could claim to equal whatever it is compared with.
 _RUN_TEXT = "run_text"
 _RUNS_TEXT = f"""
 def {_RUN_TEXT}(text, names):
@@ -53,14 +53,14 @@ def exec(text, names):
     {check_data.__name__}(result)
     names["result"] = result
 """
-_LIBRARIES = 4  # times the processor time and the memory: such tests load libraries in both boxes
-# What reads or writes files: where tests or program do, they share their folder.
+_LIBRARIES = 4  # factor on processor time and memory: such tests load libraries in both boxes
+# Names by which code reads or writes files: where tests or program have one of them, they share their folder.
 _FILES = re.compile(
     r"\b(?:open|os|shutil|tempfile|pathlib|Path|zipfile|tarfile|glob|sqlite3|csv|chdir|cwd"
     r"|load|loadtxt|genfromtxt|save\w*|fromfile|tofile|memmap|read_\w+|to_(?:csv|json|parquet|pickle|excel|html)|imread|imwrite)\b"
 )
 _LEAVES = ("int", "float", "complex", "bytes", "decimal", "fraction", "other")  # encoded values without others in them
-# Of no needless zero or sign.
+# Numbers without a needless zero or sign.
 _NUMBER = re.compile(
     r"(?!-0$)-?(?:0|[1-9]\d{0,999})(?P<fraction>\.\d{1,1000})?(?P<exponent>e[+-]?\d{1,6})?", re.ASCII | re.IGNORECASE
 )
@@ -69,10 +69,10 @@ _BLANKS, _LAID_OUT = re.compile(r"[ \t]+"), re.compile(r"^[ \t]|[ \t]{2}|\t")
 
 @dataclass(frozen=True, slots=True)
 class CallCase:
-    """One call, and what must come back. `tolerance` is the largest difference of numbers, None for equality; where it
-    is `strict`, the difference must be smaller.
+    """One call and its expected result. `tolerance` is the largest difference of numbers, None for equality; if
+    `strict`, the difference must be smaller than it.
 
-    `json` tests come from JSON, which has neither tuples nor keys other than strings: lists and tuples are the same.
+    `json`: the test comes from JSON, which has no tuples and only strings as keys: lists and tuples count as the same.
     """
 
     arguments: tuple[Any, ...]
@@ -101,10 +101,10 @@ class Lines:
 class Suite:
     """The tests of one problem. `entry` is the tested function, "" where the program reads standard input.
 
-    `preamble` is run before the program (imports and helpers that the problem gives), and holds no function that counts
-    as the tested one; `setup` before each `Check`. With `runs_text` the program is a part of one: each `Check` finds
-    its text as `solution`, puts it into a text of its own, and runs that by `exec(text, names)`, which leaves
-    names["result"].
+    `preamble` runs before the program (imports and helpers that the problem gives); a function in it never counts as
+    the tested one. `setup` runs before each `Check`. With `runs_text` the program is a piece of code that tests embed:
+    each `Check` has its text as `solution`, puts it into a text of its own, and runs that by `exec(text, names)`, after
+    which names["result"] is the result.
     """
 
     cases: tuple[CallCase | Check | Lines, ...]
@@ -143,11 +143,11 @@ def judge(
     allow_none: bool = False,
     packages: Sequence[str] = (),
 ) -> Verdict:
-    """Run `program` on every case, in their order among those of a kind.
+    """Run `program` on every case; cases of one kind run in their order.
 
-    `case_cpu_s` bounds one case: so long on a processor, or so long asleep; a program that evades that is ended a
-    second later, and fails all cases from there on. `limits` bound all cases of a kind together. How busy the machine
-    is has no say in a verdict.
+    `case_cpu_s` bounds one case: so many seconds on a processor, or so many asleep. A program that evades that clock is
+    ended a second later, and fails all cases from there on. `limits` bound all cases of a kind together. Verdicts do
+    not depend on how busy the machine is.
 
     Raises:
         IsolationError: there is no isolation, and neither `isolation` nor `allow_none` accepts that.
@@ -185,10 +185,10 @@ class _Session:
     packages: Sequence[str]
 
     def patiently(self, judged: Any, cases: list[Any]) -> list[str]:
-        """The remarks of `judged`, which is begun anew where the machine was too busy.
+        """The remarks of `judged`, which is started again where the machine was too busy for it.
 
         Raises:
-            NoProcessorError: it was so every time.
+            NoProcessorError: the machine was too busy `STARTS` times.
         """
         for _ in range(STARTS - 1):
             try:
@@ -203,7 +203,7 @@ class _Session:
 
     def job(self, mode: str, **more: Any) -> bytes:
         entry, preamble = self.suite.entry, self.suite.preamble
-        if not entry or parse_quietly(preamble) is None:  # no fault of the program
+        if not entry or parse_quietly(preamble) is None:  # a broken preamble is no fault of the program: left out
             preamble = ""
         fields = {"mode": mode, "preamble": preamble, "program": self.program, "entry": entry}
         data = marshal.dumps({**fields, "case_cpu_s": self.case_cpu_s, **more}, 2)
@@ -212,8 +212,8 @@ class _Session:
     def ask_all(self, mode: str, room_bytes: int, inputs: Sequence[Any]) -> list[tuple[str, Any]]:
         """The program's answer to each input: "ok" and a result, or "error" and a remark.
 
-        An input is sent when the answer to the one before is in. So the program cannot tell, in its answer to a public
-        test, what a hidden one will ask.
+        An input is sent only after the answer to the one before it. So an answer to a public test cannot depend on the
+        inputs of hidden ones.
         """
         output_bytes = self.limits.output_bytes + room_bytes
         answers: list[tuple[str, Any]] = []
@@ -267,8 +267,8 @@ def _scripts(session: _Session, cases: Sequence[Lines]) -> list[str]:
 
 
 def _checks(session: _Session, cases: Sequence[Check]) -> list[str]:
-    """Two boxes, one with the tests and one with the program; this process carries messages between them."""
-    token = secrets.token_hex(16)  # only the tests' box gets it: no line without it is a verdict
+    """Judge with two boxes, one with the tests and one with the program; this process relays messages between them."""
+    token = secrets.token_hex(16)  # only the tests' box gets it, and only a line with it is a verdict
     sources = [case.source for case in cases]
     talk = {
         "objects": _objects(),
@@ -288,10 +288,10 @@ def _checks(session: _Session, cases: Sequence[Check]) -> list[str]:
         tester.send(session.job("check", program="", **talk, **tests))
         ended = ""
         while (line := tester.read_line()) is not None:
-            if line.startswith(b"peer "):  # passed on as it is, and not decoded here
+            if line.startswith(b"peer "):  # relayed as it is: nothing that the program may have made is decoded here
                 reply = None
                 if not ended:
-                    if line.startswith(_QUESTION):  # and no answer to what the program asked meanwhile
+                    if line.startswith(_QUESTION):  # a new question, not an answer to one that the program asked
                         tested.limit_question(session.case_cpu_s)
                     tested.send(line[5:] + b"\n")
                     reply = _reply(tested)
@@ -308,7 +308,7 @@ def _use_files(*texts: str) -> bool:
 
 
 def _reply(box: Box) -> bytes | None:
-    """The next message of the program's side; whatever else it writes is none."""
+    """The next message of the program's side; other lines that it writes are skipped."""
     for line in _lines_of(box):
         if line.startswith(b"peer "):
             return line[5:]
@@ -316,7 +316,7 @@ def _reply(box: Box) -> bytes | None:
 
 
 def _lines_of(box: Box) -> Iterator[bytes]:
-    """The next lines, among which should be an answer."""
+    """The next lines, at most `STRAY_LINES`, one of which should be an answer."""
     for _ in range(STRAY_LINES):
         if (line := box.read_line()) is None:
             return
@@ -333,10 +333,10 @@ def _read(line: bytes) -> list[Any]:
 
 
 def _ending(box: Box) -> str:
-    """Reason for which a box answers no more.
+    """Reason for which a box has stopped answering.
 
     Raises:
-        NoProcessorError: that is not known, as the machine had no processor for it.
+        NoProcessorError: the machine had no processor for it, which says nothing about the program.
     """
     if box.status == "no_processor":
         raise NoProcessorError(
@@ -353,7 +353,7 @@ def _runner() -> str:
 
 @functools.cache
 def _objects() -> list[list[str]]:
-    """Names and sources of what tests and program talk by, each behind those that it imports."""
+    """Names and sources of the modules by which tests and program communicate, each after those that it imports."""
     modules = (sandbox_values, sandbox_libraries, sandbox_surroundings, sandbox_objects)
     return [[each.__name__, Path(each.__file__ or "").read_text(encoding="utf-8")] for each in modules]
 
@@ -365,7 +365,7 @@ def matches(case: CallCase, answer: Any) -> bool:
     """
     expected = sandbox_runner.encode(case.expected)
     if _nodes(answer, _nodes(expected)) != _nodes(expected):
-        return False  # equal data has equally many parts; so hostile data is never larger than the expected
+        return False  # equal data has equally many parts; this also bounds what hostile data costs to decode
     try:
         value, wanted = sandbox_runner.decode(answer), case.expected
         if case.tolerance is not None:
@@ -379,7 +379,7 @@ def matches(case: CallCase, answer: Any) -> bool:
 
 
 def _nodes(value: Any, most: float = float("inf")) -> int:
-    """Number of data in an encoded value, counted up to a little over `most`."""
+    """Number of parts of an encoded value, counted up to a little over `most`."""
     count, stack = 0, [value]
     while stack and count <= most:
         part = stack.pop()
@@ -400,11 +400,11 @@ def _as_json(value: Any) -> Any:
 def same_text(printed: str, expected: str) -> bool:
     """Compare two outputs: line by line, numbers by their value.
 
-    Blanks at the end of a line and empty lines at the start and the end do not count. Blanks elsewhere only separate
-    words, unless the expected line is laid out by them: it is indented, or has two of them in a row.
+    Blanks at the end of a line and empty lines at the start and the end do not count. Other blanks only separate words,
+    unless they are the expected line's layout: it is indented, or has two of them in a row.
     """
     said, wanted = printed.rstrip(), expected.rstrip()
-    # Spaces and digits of a number may make it longer, but a flood of output is wrong without being taken apart.
+    # A right output may be longer (spaces, digits of a number), but a flood of output is wrong without being parsed.
     if len(said) > 4 * len(wanted) + 1024:
         return False
     ours, theirs = _lines(said), _lines(wanted)
@@ -412,7 +412,7 @@ def same_text(printed: str, expected: str) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without the blanks at their ends. Other marks that Python splits lines at are characters like any other."""
+    r"""Lines, split at "\n" only, without the blanks at their ends; `str.splitlines` splits at other marks, too."""
     return "\n".join(line.rstrip() for line in text.split("\n")).strip("\n").split("\n")
 
 
@@ -424,9 +424,9 @@ def _same_line(printed: str, expected: str) -> bool:
 
 
 def _same_word(printed: str, expected: str) -> bool:
-    """Numbers are equal by value where both are written as numbers are: a task may be about how one is written.
+    """Compare two words: numbers by value, but only in their usual form, since a task may be about how one is written.
 
-    So `00110` equals itself alone, and `1e3` is an answer where a float is expected, not where `1000` is.
+    So `00110` equals only itself, and `1e3` is an answer where a float is expected, not where `1000` is.
     """
     if printed == expected:
         return True
@@ -446,23 +446,24 @@ def _shown(answer: Any) -> str:
 
 
 def _short(text: str) -> str:
-    text = text.encode(errors="backslashreplace").decode()  # half a surrogate pair is no text that can be sent
+    text = text.encode(errors="backslashreplace").decode()  # half of a surrogate pair cannot be encoded as UTF-8
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 # ------------------------------------------------------------------------------------------------ programs in replies
 
 PYTHON = ("python", "python3", "py")
-# Code within a line, or a block's first line. Possessive, and only from a run's first mark on, so that time is linear.
+# Code within a line, or a block's first line. Linear in time: quantifiers are possessive (`++` never gives back), and a
+# match starts only at the first mark of a run.
 _FENCE = re.compile(r"(?<!`)(`{3,}+)(?:[^`]++\1|[ \t]*+([^\s`]*+)[^`]*+$)")
 _NEXT_BLOCK = re.compile(r"`{3,}+\w[^\s`]*+\s*$")
 
 
 def fenced_blocks(text: str, languages: Sequence[str] = PYTHON) -> list[str]:
-    """Contents of a text's fenced blocks that name one of the languages; of those that name none where none does so.
+    """Contents of a text's fenced blocks that name one of the languages; if there are none, of blocks without a name.
 
-    Blocks that hold nothing are none. Those of other languages are read to their ends, too: else the text between two
-    of them would pass for a block.
+    Empty blocks do not count. Blocks of other languages are also read to their ends: else the text between two of them
+    would be taken for a block.
     """
     found = [(language, content) for language, content in _blocks(text) if content.strip()]
     named = [content for language, content in found if language in languages]
@@ -470,7 +471,8 @@ def fenced_blocks(text: str, languages: Sequence[str] = PYTHON) -> list[str]:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and content of each block that has an end, read as Markdown is: by lines, the margin left out."""
+    """Language and content of each block that has an end, as Markdown reads them: by lines, without the indentation
+    of the fence."""
     fence, language, margin, lines = "", "", 0, []
     for line in text.split("\n"):
         start = 0
@@ -482,7 +484,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
                 continue
             yield language, "\n".join(lines).strip("\r\n")
             fence = ""
-            # Begins the next block, where the last one was not ended.
+            # The fence that ends this block may begin the next one in the same line, where that was forgotten to end.
             start = end if _NEXT_BLOCK.match(line, end) else len(line) - len(line[end:].lstrip("`"))
         for begun in _FENCE.finditer(line, start):
             if begun[2] is not None:
@@ -491,10 +493,10 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _end_of_block(line: str, fence: str, margin: int) -> int | None:
-    """The place at which a line ends a block, None where it does not.
+    """The position at which a line ends a block, None where it does not.
 
-    A fence begins the line or ends it, behind code that has none. One further to the right, as in a docstring, or
-    within a line of code belongs to the program.
+    A fence ends it at the start of the line, or at its end after code without one. A fence further to the right, as in
+    a docstring, or within a line of code belongs to the program.
     """
     at = line.find(fence)
     if at < 0:
@@ -517,7 +519,7 @@ def parse_quietly(source: str) -> ast.Module | None:
 
 
 def from_assert(source: str, entry: str) -> tuple[CallCase | Check, ...]:
-    """The cases of test code that is `assert` statements alone; otherwise all of it as one `Check`."""
+    """The cases of test code that consists of `assert` statements; other test code is one `Check` as a whole."""
     module = parse_quietly(source)
     if module is not None and module.body and all(isinstance(node, ast.Assert) for node in module.body):
         return _cases(module.body, entry)
@@ -548,7 +550,7 @@ def from_check(source: str, entry: str) -> tuple[CallCase | Check, ...]:
         return whole
     if "TestCase" in source and not any(getattr(node, "name", "") == "check" for node in module.body):
         return (from_unittest(source),)
-    # Only where `check` is all that there is, and asserts are all of it: anything else may change what the calls mean.
+    # Only where the code is `check` alone, and that is asserts alone: anything else may change what the calls mean.
     definitions = [node for node in module.body if not _is_remark(node) and not _is_metadata(node)]
     if len(definitions) != 1:
         return whole
@@ -573,7 +575,7 @@ def calls_of(source: str) -> list[str]:
 
 
 def _cases(asserts: list[Any], entry: str, called: str = "candidate") -> tuple[CallCase | Check, ...]:
-    """One case for each `assert`, in which `called` is the tested function, too."""
+    """One case for each `assert`; `called` is another name of the tested function in them."""
     cases: list[CallCase | Check] = []
     named = "" if called == "candidate" else f"{called} = candidate\n"
     for node in asserts:
@@ -592,7 +594,7 @@ def _is_metadata(node: ast.stmt) -> bool:
 
 
 def _call(test: ast.expr, names: Container[str]) -> CallCase | None:
-    """The call that a condition is about, where it is one of the few forms that data can settle."""
+    """A condition as a call whose result can be compared as data; None where it has another form."""
     try:
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             return _comparison(test.left, test.ops[0], test.comparators[0], names)
@@ -619,7 +621,7 @@ def _comparison(left: ast.expr, operator: ast.cmpop, right: ast.expr, names: Con
 
 
 def _arguments(node: ast.expr, names: Container[str]) -> tuple[Any, ...] | None:
-    """The arguments of a call of the tested function.
+    """The arguments of a call of the tested function; None for another expression.
 
     Raises:
         ValueError: they are not literals.

@@ -1,11 +1,11 @@
 """Answers to problems of mathematics: the last number of a reply, and whether two answers are equal.
 
-A grader that computes would solve the problem for a reply that only says it again, `12+34` for `12+34=?`: where the
-gold answer is a number, one number is asked for. Numbers and words are compared here; everything else by math-verify
-(extra `math`), to which both answers are given as LaTeX, since it reads plain formulas such as 2*sqrt(2) only in part.
-What computes too long is ended by a signal: call `equal` from a main thread, or through `flowjax.grading.processes`.
-Its limit is processor time, so that no verdict depends on what else the machine does; math-verify's own limits, which
-are times on the clock, are off.
+A grader that computes would solve the problem for a reply that only repeats it, `12+34` for `12+34=?`: so where the
+gold answer is a number, the answer has to be a number, too. Numbers and words are compared here; everything else by
+math-verify (extra `math`), which gets both answers as LaTeX, since it reads plain formulas such as 2*sqrt(2) only in
+part. A signal ends computations that take too long: call `equal` from a main thread, or through
+`flowjax.grading.processes`. The limit is processor time, so that no verdict depends on what else the machine does;
+math-verify's own limits, on wall-clock time, are off.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ MAX_CHARACTERS = 1000  # of an answer; a longer one is wrong
 MAX_EXPONENT = 1000  # of a number in a whole reply; see `anywhere`
 MAX_FACTORIAL = 200
 MAX_DIGITS = 500
-MAX_TOWER = 100  # powers of powers without braces
+MAX_TOWER = 100  # nested powers without braces, as in 2^3^4
 MAX_BITS = 1 << 15  # of a number in a formula; a larger one is not computed
-MAX_TERMS = 200  # of a power of a sum, multiplied out
+MAX_TERMS = 200  # of an expanded power of a sum
 DECIMALS = 6  # to which decimal fractions are rounded, as math-verify does
 
 _POWER_OF_TEN = r"[eE](?:\d{1,3}|\+\d\d\d?|-\d\d\d?)(?!\d)"  # as programs print it; `2e-3` may be a formula with e
@@ -41,13 +41,13 @@ _SIGNED = re.compile(r"([-+]?)(?:\(([^(),]*)\)|\{([^{},]*)\}|-(-.*))")  # `-(12)
 _SCIENTIFIC = re.compile(
     rf"([-+]?{_NUMBER}) ?(?:\\times|\\cdot|\*|x) ?10 ?\^ ?(?:\{{([-+]?\d{{1,3}})\}}|(-?\d{{1,3}}))"
 )
-# What stands around one number: `(5)`, `\{5\}`, and what is said to be it: `x = 5`, `12 + 34 = 46`.
+# Brackets around one number, `(5)`, `\{5\}`, and what is said to equal it: `x = 5`, `12 + 34 = 46`.
 _WRAPPED = re.compile(r"(?:\\?\{|[(\[])([^(){}\[\],\\]*)(?:\\?\}|[)\]])")
 _SAID_EQUAL = re.compile(r"(?<![<>!:])(?<!\\not)=|\\approx(?![a-z])|≈")
 _NAMED = re.compile(r"[a-zA-Z]\s*=\s*(.+)")
 _OTHER_NAME = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]|[,;]")
 _SEVERAL = re.compile(r"[,;]|\b(?:or|and)\b")
-# What is still to be done is no answer, unless the gold answer leaves it, too.
+# Operations that are still to be carried out: no answer may have them, unless the gold answer has them, too.
 _UNDONE = re.compile(
     r"\\(?:sum|prod|i*nt|lim|gcd|det|max|min|cap|partial)(?![a-z])|\\\}\s*\\cup\s*\\\{"
     r"|\\frac\s*\{d\}\s*\{d\s*[a-z]\}|\bd/d[a-z]\b"  # derivatives, and below determinants and products of matrices
@@ -62,7 +62,7 @@ _SMALL = Fraction(1, 10**4)
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 _COUNTS = ("hundred", "thousand", "million", "billion", "trillion", "dozen")
 _PARTS = ("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth")
-# Words behind a number that say another number with it: what holds one of them is no unit.
+# Words after a number that change its value: a text with one of them is no unit.
 NO_UNITS = {"percent", "pi", "and", "or", "plus", "minus", "half", "halves", *_COUNTS, *_PARTS}
 NO_UNITS |= {f"{word}s" for word in (*_COUNTS, *_PARTS)}
 # Words in roman type behind a number, at the end, with their power: `5\,\text{cm}^2`, `5 \mathrm{~m/s}`.
@@ -78,7 +78,7 @@ _PLAIN_UNIT = re.compile(  # `18 dollars`, `12cm`, `25 °C`
     rf"{_NO_UNIT}([a-zA-Z][a-zA-Z /-]*){_END_OF_UNIT}",
     re.IGNORECASE,
 )
-_LARGE_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*(?:\d{5}|[^{}]*\^)")  # what is computed while it is read
+_LARGE_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*(?:\d{5}|[^{}]*\^)")  # binomials are computed while they are read
 _POWER = r"(\w+|\{[^{}]*\}|[\ue000-\uf8ff])"
 _FORMULA = re.compile(r"[-+*/^_=<>\\]")  # a text with none of these is prose: "A cat and a dog"
 _SYMBOL = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[a-zA-Z]")
@@ -98,11 +98,11 @@ def last_number(text: str) -> str | None:
 def equal(answer: str, gold: str, cpu_s: float = 5.0) -> bool:
     """Compare an answer with the gold answer: the same number, formula, set, interval or words.
 
-    Where the gold answer is a number, a formula of that value is not equal; a number in another base than ten equals
-    itself alone, with the base or without. A percentage equals its number with and without the division by 100. Several
-    solutions may stand in any order; parentheses around them make a tuple, whose order counts. A unit that one of the
-    two names and the other does not is passed over. Formulas that take more than `cpu_s` of processor time to read and
-    compare, or are nested too deeply for that, are not equal.
+    Where the gold answer is a number, a formula of that value is not equal. A gold number in another base than ten
+    equals only its own digits, with the base or without. A percentage equals its number with and without the division
+    by 100. Several solutions may be in any order; in parentheses they are a tuple, whose order counts. A unit that only
+    one of the two names is ignored. Formulas that take more than `cpu_s` seconds of processor time to read and compare,
+    or are nested too deeply for that, are not equal.
 
     Raises:
         ImportError: a formula is to be compared and math-verify is not installed.
@@ -125,7 +125,7 @@ def equal(answer: str, gold: str, cpu_s: float = 5.0) -> bool:
         return any(_same(a, b, rounded) for a in _values(number) for b in numbers)
     if (named := _NAMED.fullmatch(true)) and _values(named[1]) and not _values(number):  # `x=5` wants a number, too
         return False
-    # Words that are not the same: math-verify would read them as products of their letters.
+    # Different words are not equal: math-verify would read them as products of their letters, and "ab" as "ba".
     if any(_WORDS.fullmatch(text) and text not in _CONSTANTS for text in (said, true)):
         return False
     if _LARGE_BINOMIAL.search(said) or _LARGE_BINOMIAL.search(true):
@@ -140,13 +140,13 @@ def equal(answer: str, gold: str, cpu_s: float = 5.0) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """True for a text that is one number and nothing else; boxes, currencies and percent signs count as nothing."""
+    """True for a text that is one number and nothing else, apart from boxes, currencies and percent signs."""
     bare = _bare(text)
     return bool(_values(bare) or _in_base(bare))
 
 
 def plain_form(answer: str) -> str:
-    """Equal for answers that are the same number or the same text. Quick: formulas are compared as they are written."""
+    """A text that is the same for answers that are the same number or text. Quick: formulas are taken as written."""
     bare = _bare(answer)
     values = _values(bare)
     if not values:
@@ -158,7 +158,7 @@ def plain_form(answer: str) -> str:
 
 
 def anywhere(reply: str, gold: str, cpu_s: float = 5.0) -> bool:
-    """The verdict of math-verify on a whole reply, as AstraFlow's recipes have it: whatever answer it finds there.
+    """The verdict of math-verify on a whole reply, as in AstraFlow's recipes: it takes whatever answer it finds there.
 
     Raises:
         ImportError, ValueError: as `equal`.
@@ -177,15 +177,15 @@ def anywhere(reply: str, gold: str, cpu_s: float = 5.0) -> bool:
 
 
 class _TooLong(BaseException):
-    """No Exception: after those sympy and math-verify go on."""
+    """Not derived from Exception: sympy and math-verify catch those and go on."""
 
 
 @contextlib.contextmanager
 def _bounded(cpu_s: float) -> Iterator[None]:
-    """Raises `_TooLong` in what computes longer, by the processor time of this thread, which must be the main one."""
+    """Raises `_TooLong` in a computation of more than `cpu_s` of this thread's processor time. Main thread only."""
 
     def look(*_: object) -> None:
-        if time.thread_time() > end_s:  # the signal comes by the time of all threads together
+        if time.thread_time() > end_s:  # the timer counts the processor time of all threads together: not yet, perhaps
             raise _TooLong
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
@@ -213,7 +213,7 @@ def _verified(said: str, true: str, cpu_s: float) -> bool:
 
 
 def _bits(tree: Any) -> float:
-    """Upper bound on the bits of the numbers that come up where a formula is computed; infinite beyond all reason.
+    """Upper bound on the bits of the numbers that occur when a formula is computed; infinite where that is too many.
 
     Reading a formula computes no power (sympy's `evaluate=False`), so what computing it would cost is known before.
     A power of a sum with variables counts as too large where it has more than `MAX_TERMS` terms.
@@ -267,7 +267,7 @@ def without_unit(one: str, other: str) -> tuple[str, str]:
 
 
 def _bare(text: str) -> str:
-    """The answer without what is wrapped around it: delimiters of LaTeX, a box, a currency, a full stop."""
+    """The answer without delimiters of LaTeX, a box, a currency or a full stop around it; symbols in one spelling."""
     text = _unwrapped(text)
     text = re.sub(r"\\text(?:bf|rm|it)?\{([^{}]*)\}|\\math(?:rm|bf)\{([^{}]*)\}", lambda m: m[1] or m[2] or "", text)
     text = re.sub(r"(?<!\\)\\ |~", " ", re.sub(r"\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})|°", "", text))
@@ -295,13 +295,13 @@ def _unwrapped(text: str) -> str:
 
 
 def _squeezed(text: str) -> str:
-    """The text without blanks, but one between the digits of two numbers: only groups of three may be one number's."""
+    """The text without blanks, except between digits of two numbers: groups of three digits are one number, `1 000`."""
     text = re.sub(r"(?<=\d) (?=\d{3}(?![\d/]))", "", " ".join(text.split()))
     return re.sub(r"(?<!\d) | (?!\d)", "", _cased(text))
 
 
 def _cased(text: str) -> str:
-    """The text in small letters, but for commands and for letters that a formula has in both cases: R - r is not 0."""
+    """The text in lower case, except commands and letters that a formula has in both cases: R - r is not 0."""
     if not _FORMULA.search(text):
         return text.casefold()
     kept = _capitals(text)
@@ -311,14 +311,14 @@ def _cased(text: str) -> str:
 
 
 def _capitals(text: str) -> set[str]:
-    r"""Capitals that a formula has in small letters, too: R beside r, `\Delta` beside `\delta`."""
+    r"""Capitals that a formula has in lower case, too: R beside r, `\Delta` beside `\delta`."""
     found = set(_SYMBOL.findall(text))
     return {symbol for symbol in found if symbol.lower() in found - {symbol}}
 
 
 def _in_one_case(*texts: str) -> list[str]:
-    """Formulas whose capitals, where they mean another thing than their small letters, are letters that no formula has:
-    math-verify knows small letters alone. Where each formula has one case of a letter, that is the same in both."""
+    """Formulas in which capitals that differ in meaning from their lower case are replaced by letters that no formula
+    has, since math-verify reads both cases as one. A letter that each formula has in only one case is left as it is."""
     together = " ".join(texts)
     capitals = {symbol for symbol in _capitals(together) if symbol[0] == "\\"}.union(*map(_capitals, texts))
     used = {symbol.lower() for symbol in _SYMBOL.findall(together)}
@@ -327,7 +327,7 @@ def _in_one_case(*texts: str) -> list[str]:
 
 
 def _alone(text: str) -> str:
-    """The number in an answer that says what it is, as in `x = 5` and `12 + 34 = 46`, or has brackets around it."""
+    """The number in an answer that names it, as in `x = 5` and `12 + 34 = 46`, or has brackets around it."""
     *before, last = _SAID_EQUAL.split(text)  # what comes first may be named anything: `f(x) = 2 + 3 = 5`
     first = re.sub(r"\([^()]*\)", "", "".join(before[:1]))
     if not any(map(_OTHER_NAME.search, before[1:])) and not _SEVERAL.search(first):
@@ -347,7 +347,7 @@ def _in_base(text: str) -> str:
 
 
 def _values(text: str) -> list[Fraction]:
-    """The number that a text is, twice for a percentage; empty where it is none."""
+    """The number that a text is; for a percentage, the number and a hundredth of it; empty where it is none."""
     if len(text) > MAX_DIGITS:
         return []
     text = re.sub(r"\s*([/{}%])\s*", r"\1", " ".join(text.split()))
@@ -370,7 +370,7 @@ def _values(text: str) -> list[Fraction]:
 
 
 def _same(a: Fraction, b: Fraction, rounded: bool) -> bool:
-    """Equal, or, of rounded ones, to six decimals and to half a per cent: else all that is small would be 0."""
+    """Equal; rounded ones to six decimals and also to half a per cent: else every small number would equal 0."""
     off = abs(a - b)
     return off == 0 or (rounded and off <= min(Fraction(1, 2 * 10**DECIMALS), max(abs(a), abs(b)) / 200))
 
@@ -408,7 +408,7 @@ def _as_interval(text: str) -> str:
 
 
 def _latex(text: str) -> str:
-    """A formula as LaTeX: what a programmer or a calculator writes is put into its commands."""
+    """A formula as LaTeX: the notation of programs and calculators (`sqrt(2)`, `**`, `pi`) becomes commands."""
     text = _SHORT_FRACTION.sub(lambda m: rf"\frac{{{m[1].strip('{}')}}}{{{m[2].strip('{}')}}}", text)
     text = _braced(text.replace("**", "^"), "^")
     text = _right_associative(text)
@@ -421,8 +421,8 @@ def _latex(text: str) -> str:
 
 
 def _right_associative(text: str) -> str:
-    """`2^3^4` as `2^{3^4}`, from the top, as Python reads it; LaTeX has no such form."""
-    upper: list[str] = []  # the powers that were put together, each held by one character meanwhile
+    """`2^3^4` as `2^{3^4}`, innermost power first, as Python reads it; LaTeX has no such form."""
+    upper: list[str] = []  # the powers that were put in braces; a private-use character stands for each meanwhile
     while len(upper) < MAX_TOWER and (found := _TOWER.search(text)):
         text = f"{text[: found.start()]}^{chr(0xE000 + len(upper))}{text[found.end() :]}"
         upper.append(f"{{{found[1]}^{found[2]}}}")
@@ -436,7 +436,7 @@ def _constant(match: re.Match[str]) -> str:
 
 
 def _braced(text: str, after: str) -> str:
-    """Parentheses that follow `after` turned into braces, which LaTeX wants there."""
+    """Turn parentheses that follow `after` into braces, as LaTeX has them there."""
     place = text.find(after + "(")
     while place >= 0:
         start, depth = place + len(after), 0

@@ -1,12 +1,12 @@
-"""Graders in processes of their own: for libraries that need a main thread (signals), or that can hang or crash.
+"""Graders in processes of their own, for libraries that need a main thread (signals), or that can hang or crash.
 
     with GraderProcesses("flowjax.grading.math:equal", workers=2) as graders:
         verdict = graders.call("1/2", "0.5")
 
-Requests and answers are msgpack behind a length, over the worker's standard input and output. A worker that takes too
-long, or dies, is counted and replaced. What is too long is a matter of processor time, which the worker's kernel
-counts; a call that has no answer in `PATIENCE` times as long on the clock says nothing about what was asked. `call` may
-come from any thread; it waits for a free worker. A worker is
+Requests and answers are msgpack after a length, over the worker's standard input and output. A worker that takes too
+long, or dies, is counted and replaced. The limit is processor time, which the kernel counts; a call without an answer
+in `PATIENCE` times as long on the clock says nothing about the answer that was to be graded. `call` may be called from
+any thread; it waits for a free worker. A worker is
 `python -m flowjax.grading.processes <module>:<function> <pid of its parent> <processor seconds for an answer>`.
 """
 
@@ -30,8 +30,8 @@ import msgpack
 
 from flowjax.grading.sandbox import NoProcessorError
 
-_LENGTH = struct.Struct("<I")
-PATIENCE = 10.0
+_LENGTH = struct.Struct("<I")  # bytes of the message that follows
+PATIENCE = 10.0  # times `cpu_s`, on the clock: the machine may be busy
 
 
 class GraderError(RuntimeError):
@@ -50,8 +50,8 @@ class GraderCounts:
 class GraderProcesses:
     """A pool of processes that each hold one function, named `package.module:function`.
 
-    Its arguments and its answer are what msgpack carries. `start_timeout_s` bounds imports on the clock, `cpu_s` the
-    processor time of a call.
+    Arguments and answer are values that msgpack can carry. `start_timeout_s` bounds the import of the function on the
+    clock, `cpu_s` the processor time of a call.
     """
 
     def __init__(self, function: str, *, workers: int = 1, cpu_s: float = 10.0, start_timeout_s: float = 60.0):
@@ -79,8 +79,8 @@ class GraderProcesses:
         """The function's answer.
 
         Raises:
-            GraderError: it gave none; the worker was replaced if it took too long or died.
-            NoProcessorError: it gave none in time, and had not used its processor time up; the worker was replaced.
+            GraderError: it raised, died or took too long; in the last two cases the worker is replaced.
+            NoProcessorError: no answer came in time on the clock, within its processor time; the worker is replaced.
         """
         worker, limit_s = self._free.get(), self._start_timeout_s
         try:
@@ -102,7 +102,7 @@ class GraderProcesses:
                 raise GraderError(f"{self._function} took more than {self._cpu_s} s of processor time") from None
             self.counts.crashes += 1
             raise GraderError(f"the process of {self._function} died") from died
-        except BaseException:  # an interrupt, or arguments that cannot be sent: what the worker answers next is unknown
+        except BaseException:  # an interrupt, or arguments that cannot be sent: its next answer may be to this call
             worker = _killed(worker)
             raise
         finally:
@@ -148,7 +148,7 @@ class _GraderProcess:
         return msgpack.unpackb(self._read(length, deadline_s))
 
     def _read(self, size: int, deadline_s: float) -> bytes:
-        data, waiting = b"", select.poll()  # `select` takes no file beyond the 1024th, which a busy rollout has
+        data, waiting = b"", select.poll()  # `select` refuses descriptors from 1024 on, which a busy rollout has
         waiting.register(self._output, select.POLLIN)
         while len(data) < size:
             wait_s = deadline_s - time.monotonic()
@@ -161,7 +161,7 @@ class _GraderProcess:
         return data
 
     def kill(self) -> int:
-        """End the process. Returns its exit status: -n where signal n ended it, of itself or now."""
+        """End the process. Returns its exit status: -n where signal n ended it, now or before."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()
@@ -180,16 +180,17 @@ def _write(stream: BinaryIO | Any, message: list[Any]) -> None:
 def _serve(function: Callable[..., Any], requests: BinaryIO, answers: BinaryIO, cpu_s: float) -> None:
     while header := requests.read(_LENGTH.size):
         arguments = msgpack.unpackb(requests.read(*_LENGTH.unpack(header)))
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal, which nobody handles, ends the process
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF, without a handler, ends the process even in C code
         try:
             answer = [None, function(*arguments)]
-        except Exception as error:  # a grader's fault is the caller's to judge
+        except Exception as error:  # reported to the caller, who decides what it means
             answer = [f"{type(error).__name__}: {error}", None]
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         _write(answers, answer)
 
 
 def _leave_with(parent: int) -> None:
+    """End this process when its parent has ended: it is then adopted by another, and `getppid` changes."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -199,7 +200,7 @@ def main(argv: list[str]) -> None:
     threading.Thread(target=_leave_with, args=(int(argv[2]),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a grader prints is no answer
+    os.dup2(2, 1)  # text that a grader prints goes to standard error, not between the answers
     module, _, name = argv[1].partition(":")
     function = getattr(importlib.import_module(module), name)
     _write(answers, [None, None])  # ready

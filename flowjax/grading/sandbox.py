@@ -2,8 +2,8 @@
 
     result = run("print(6 * 7)")        # Result(stdout=b"42\\n", status="ok", ...)
 
-What a program prints and how it ends is its own doing: neither is proof of anything. Verdicts are in
-`flowjax.grading.code`, which compares outside the sandbox. What is kept out, and what is not: docs/sandbox.md.
+A program chooses freely what it prints and how it ends: neither proves that it is right. Verdicts are in
+`flowjax.grading.code`, which compares outside the sandbox. What the sandbox keeps out, and what not: docs/sandbox.md.
 """
 
 import contextlib
@@ -54,12 +54,12 @@ __all__ = [
 Status = Literal["ok", "error", "killed", "timeout", "output", "no_processor"]
 BUBBLEWRAP, RLIMITS_ONLY = "bubblewrap", "rlimits only"
 _CHUNK_BYTES = 1 << 16
-_PROBE = "open('/dev/null', 'w').close(); print('ready')"  # libraries write to it as they are imported
-_BULK_BYTES = 1 << 12  # that the program may have waited for us to move: pipes are no smaller
-_LATE_S = 1.0  # the longest that one look counts: what is longer is a machine that stood still
-_QUESTION_S = 1.0  # more than a question's limit, before the box ends: by then its own clock has been switched off
-_DRAIN_S = 0.5  # for what a program wrote just before its end
-STARTS = 2  # of a program that the machine had no processor for, before that is an error
+_PROBE = "open('/dev/null', 'w').close(); print('ready')"  # opens /dev/null, which libraries need on import
+_BULK_BYTES = 1 << 12  # size of the smallest pipe: after moving as much, the program may have waited for us
+_LATE_S = 1.0  # most that counts between two looks: the machine stood still if it was longer
+_QUESTION_S = 1.0  # grace beyond a question's limit before the box ends: its own clock should have rung by then
+_DRAIN_S = 0.5  # for reading what a program wrote just before its end
+STARTS = 2  # tries of a program that the machine had no processor for, before that is an error
 
 
 class IsolationError(ValueError):
@@ -73,7 +73,7 @@ class NoProcessorError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Isolation:
     """Isolation of a program from this machine. `drop_root`: we are root, and the program gets another uid;
-    `reads_all`: that uid may read whatever root may (without bubblewrap, where the interpreter is closed to others)."""
+    `reads_all`: that uid may read all files (without bubblewrap, where only root can read the interpreter)."""
 
     name: str
     interpreter: Interpreter
@@ -101,7 +101,11 @@ class ProgramResult:
 
 @functools.cache
 def isolation() -> Isolation:
-    """The best isolation that a trial start shows to work here."""
+    """The best isolation that works here, by a trial start of each. Cached for the process.
+
+    Raises:
+        IsolationError: no interpreter starts, not even with resource limits only.
+    """
     reasons: list[str] = []
     root = os.geteuid() == 0
     if shutil.which("bwrap") is None:
@@ -125,7 +129,7 @@ def isolation() -> Isolation:
 
 
 def _failure(candidate: Isolation) -> str | None:
-    """Reason for which a trial start did not succeed, None where it did."""
+    """Reason for which a trial start failed, None where it succeeded."""
     try:
         result = run(_PROBE, isolation=candidate, limits=Limits(idle_s=20.0))
     except (OSError, NoProcessorError) as error:
@@ -140,7 +144,7 @@ def require_isolation(*, allow_none: bool = False) -> Isolation:
     """The isolation in force, for a start-up check.
 
     Raises:
-        IsolationError: there is none but resource limits, and `allow_none` does not accept that.
+        IsolationError: there are only resource limits, and `allow_none` does not accept that.
     """
     found = isolation()
     if found.name != BUBBLEWRAP and not allow_none:
@@ -186,8 +190,8 @@ def run(
 class Box:
     """A program that runs in the sandbox, and its streams. A context manager; leaving it kills whatever is left.
 
-    Output that nobody has taken is capped while it is read. What the program uses is watched while somebody waits for
-    it, at least every `WATCH_S`.
+    Unread output is capped at the limit. While a caller waits for the program, its time and memory are measured at
+    least every `WATCH_S`.
     """
 
     def __init__(self, program: str, limits: Limits, isolation: Isolation, *, packages: Sequence[str] = ()):
@@ -198,10 +202,10 @@ class Box:
         self._pending = bytearray()
         self._input_ended = False
         self._ending: Status | None = None
-        self._exit: tuple[int, float] | None = None  # status as waitpid has it, cpu seconds
+        self._exit: tuple[int, float] | None = None  # status as of `os.waitpid`, seconds of processor time
         self._selector = selectors.DefaultSelector()
         self._started_s = time.monotonic()
-        self._drained_s = float("inf")  # when what an ended program wrote is given up
+        self._drained_s = float("inf")  # when to stop reading the output of a program that has ended
         try:
             self._process = self._start(program, packages)
         except OSError:
@@ -210,7 +214,7 @@ class Box:
         self._tree = ProcessTree(self._process.pid, complete=3 if isolation.name == BUBBLEWRAP else 1)
         self._watch = _Watch(limits, count_threads=not isolation.drop_root)
         self._output = {"stdout": bytearray(), "stderr": bytearray()}
-        self._searched = 0  # bytes of stdout that hold no end of a line
+        self._searched = 0  # leading bytes of stdout that are known to have no end of a line
         self._streams: dict[str, IO[bytes]] = {}
         for name in ("stdin", "stdout", "stderr"):
             stream = getattr(self._process, name)
@@ -238,12 +242,15 @@ class Box:
             self._pending += data
 
     def limit_question(self, case_cpu_s: float) -> None:
-        """Bound what is asked now, until the next call of this. The program's own clock should end it before."""
+        """Bound the answer to the question that is asked now; holds until the next call.
+
+        The runner's own clock in the box should end it earlier: this one is for programs that evade that clock.
+        """
         self._watch.begin_question(case_cpu_s)
 
     @property
     def status(self) -> Status | None:
-        """The limit that it broke, None where it has broken none."""
+        """The limit that the program broke, None so far."""
         return self._ending
 
     def read_line(self) -> bytes | None:
@@ -269,7 +276,7 @@ class Box:
             pass
         self._await_exit()
         status, cpu_s = self._exit or (signal.SIGKILL, 0.0)
-        cpu_s = max(cpu_s, self._watch.cpu_s)  # of what was killed the kernel tells nothing
+        cpu_s = max(cpu_s, self._watch.cpu_s)  # `wait4` does not count descendants that were killed unreaped
         seconds = time.monotonic() - self._started_s
         out, err = (bytes(self._output[name][: self._limits.output_bytes]) for name in ("stdout", "stderr"))
         return ProgramResult(out, err, self._ending or _status(status), seconds, cpu_s, self._isolation.name)
@@ -336,9 +343,10 @@ class Box:
         )
 
     def _pump(self, *, by_line: bool = False) -> bool:
-        """Move some bytes. False where that was the last: the program has ended or broken a limit.
+        """Move some bytes, then measure. False if nothing can follow: the program has ended or broken a limit.
 
-        Many bytes, and a line where lines are answers, may have come long before we did.
+        After many bytes, or after a line where lines are answers (`by_line`), the program counts as having `answered`:
+        it may have been waiting for this process since long before.
         """
         if self._ending is not None:
             return False
@@ -348,7 +356,7 @@ class Box:
             return False
         # The program has ended, but what it wrote last may still be in the pipes: read on for a moment.
         if self._exit is None and self._reap():
-            # Nothing can write any more in bubblewrap; without it, what the program left behind might hold the pipes.
+            # In bubblewrap nothing is left to write; without it, processes that it left behind may hold the pipes open.
             self._kill_group()
             self._drained_s = time.monotonic() + _DRAIN_S
         if self._exit is None and self._ending is None:
@@ -403,7 +411,7 @@ class Box:
         self._reap(block=True)
 
     def _reap(self, *, block: bool = False) -> bool:
-        """True once the program has ended; takes note of how."""
+        """True once the program has ended; keeps its exit status and processor time."""
         if self._exit is None:
             pid, status, usage = os.wait4(self._process.pid, 0 if block else os.WNOHANG)
             if pid:
@@ -412,9 +420,9 @@ class Box:
         return self._exit is not None
 
     def _kill(self) -> None:
-        """bubblewrap takes its namespace with it; without it, the program's process group goes."""
+        """Kill bubblewrap, with which its namespace ends; without bubblewrap, the program's process group."""
         if self._exit is None:
-            os.kill(self._process.pid, signal.SIGKILL)  # Popen.kill might reap it, and its usage would be lost
+            os.kill(self._process.pid, signal.SIGKILL)  # not `Popen.kill`, which may reap it: its usage would be lost
         self._kill_group()
 
     def _kill_group(self) -> None:
@@ -430,16 +438,17 @@ class Box:
 
 
 class _Watch:
-    """The limit that the processes of a box have broken, by what they have used while somebody waited for them.
+    """Finds the limit that the processes of a box have broken, from what they used while a caller waited for them.
 
-    The time between two answers is taken apart into time on a processor, waiting for one, and asleep. Sleep is only
-    counted where nothing has been answered and no process is awake: then all its waiting is known. All time but the
-    waiting that the box cannot have caused is spent: it ends the box when it is more than both limits together, however
-    little was seen on processors or asleep. Until an answer came, that is: we may be late to look at one.
+    The time between two answers consists of time on a processor, waiting for one, and asleep. Sleep counts only where
+    nothing has been answered and no process is awake: then the kernel has counted all of the waiting. "Spent" is all
+    time except waiting that the box cannot have caused itself. It ends the box once it exceeds both limits together,
+    even if little of it was seen on processors or asleep. It counts up to the answer only: this process may be late to
+    read one.
 
-    `pause_s` is the time until the next look: the shorter, the less memory is left. Processes are counted here where
-    they have no uid of their own, by which the kernel would: it counts others of ours too, and root's never, not even
-    those in a user namespace.
+    `pause_s` is the time until the next look: the less memory is left, the shorter. Processes are counted here
+    (`count_threads`) where the box has no uid of its own: the kernel's limit is by uid, so it would count our other
+    processes, too, and it never applies to root, not even in a user namespace.
     """
 
     def __init__(self, limits: Limits, *, count_threads: bool = False):
@@ -448,30 +457,32 @@ class _Watch:
         self._since_s = self._looked_s = time.monotonic()
         self._before = ProcessUsage(0.0, 0.0, True, 0, ())
         self._last = self._before
-        self._asleep_s = self._asleep_before_s = 0.0  # in this wait and all before; in those before
+        # Each in two sums: over all waits of a caller so far; over those before the present one.
+        self._asleep_s = self._asleep_before_s = 0.0
         self._wall_s = self._wall_before_s = 0.0
-        self._unexcused_s = self._unexcused_before_s = 0.0  # all time but that of waiting for a processor
-        self._spent_s = self._spent_before_s = 0.0  # likewise, but between a look and an answer only that on processors
-        self._question = (float("inf"), float("inf"))  # `cpu_s` and `_spent_s` at which a question has used up its own
+        self._unexcused_s = self._unexcused_before_s = 0.0  # all time except excused waiting for a processor
+        self._spent_s = self._spent_before_s = 0.0  # likewise, but from a look to an answer only time on processors
+        self._question = (float("inf"), float("inf"))  # `cpu_s` and `_spent_s` at which the question's time is used up
 
     @property
     def cpu_s(self) -> float:
-        """Seconds on processors, when last looked at."""
+        """Seconds on processors, as of the last look."""
         return self._last.cpu_s
 
     def begin_question(self, case_cpu_s: float) -> None:
-        """Count time from now on for one question, which has so long on processors, and as long asleep."""
+        """Count time from now on for one question, which may take `case_cpu_s` on processors, and as long asleep."""
         self._question = (self._last.cpu_s + case_cpu_s + _QUESTION_S, self._spent_s + 2 * case_cpu_s + _QUESTION_S)
 
     def begin(self) -> None:
-        """Somebody begins to wait. A look that is due comes all the same: answers may follow each other fast."""
+        """Start a caller's wait. The time of the next look stays as it is: of answers that follow each other fast, none
+        may take long enough for one."""
         self._since_s = time.monotonic()
         self._before = self._last
         self._asleep_before_s, self._wall_before_s = self._asleep_s, self._wall_s
         self._unexcused_before_s, self._spent_before_s = self._unexcused_s, self._spent_s
 
     def look(self, tree: ProcessTree, *, answered: bool) -> Status | None:
-        """The broken limit, None where there is none or the last look was a moment ago."""
+        """The broken limit; None where there is none, or where the next look is not due yet."""
         now_s, limits = time.monotonic(), self._limits
         if now_s - self._looked_s < self.pause_s:
             return None
@@ -483,7 +494,7 @@ class _Watch:
         self._unexcused_s = self._unexcused_before_s + max(0.0, wall_s - excused_s)
         if answered:
             spent_s = usage.cpu_s - last.cpu_s
-        else:  # the kernel counts waiting when it ends, so it may be more than the time since the last look
+        else:  # may be negative: the kernel counts a wait when it ends, so it may be longer than since the last look
             spent_s = min(now_s - since_s, _LATE_S) - (usage.excused_s - last.excused_s)
         self._spent_s = max(self._spent_before_s, self._spent_s + spent_s)
         if not usage.awake and not answered:
@@ -497,7 +508,7 @@ class _Watch:
         spent_too_much = self._spent_s > min(limits.cpu_s + limits.idle_s, most_spent_s)
         if usage.cpu_s > most_cpu_s or (spent_too_much and COUNTS_WAITING):
             return "timeout"
-        if self._wall_s > limits.wall_guard_s:  # had it as much as is due to it, in whatever state?
+        if self._wall_s > limits.wall_guard_s:  # its own fault only if it has used its limits' time, in whatever state
             return "timeout" if self._unexcused_s > limits.cpu_s + limits.idle_s else "no_processor"
         return None
 

@@ -1,8 +1,8 @@
 """Objects of numpy, scipy, pandas and torch as data that crosses from box to box.
 
-What is data is taken apart into a name and parts, which are data themselves; on the other side the library's own
-constructors put it together. Nothing is unpickled. This source runs inside the boxes, where
-`flowjax.grading.sandbox_runner` loads it under its name.
+An object that is data is taken apart into a name and parts, which are data themselves; on the other side the library's
+own constructors put it together again. Nothing is unpickled, since unpickling runs code. This source runs inside the
+boxes, where `flowjax.grading.sandbox_runner` loads it under its module name.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -22,9 +22,9 @@ _MOST_PARTS = 1_000_000
 
 
 def parts_of(value):
-    """The name of what a library's object is, and its parts; None for anything that is no data.
+    """A name for the kind of a library's object, and its parts; None for an object that is no data.
 
-    Classes are compared by `is`: one that a program derives could say of itself what it likes.
+    Classes are compared by `is`: one that a program derives could claim to be anything.
     """
     library = type(value).__module__.partition(".")[0]
     if library not in LIBRARIES or library not in sys.modules:
@@ -33,23 +33,23 @@ def parts_of(value):
 
 
 def from_parts(name, parts):
-    """The object of these parts.
+    """The object that `parts_of` took apart.
 
     Raises:
-        ValueError: it holds what is no data, or the library refuses the parts. Libraries raise others, too.
+        ValueError: a part is no data, or the library refuses the parts. Libraries raise other errors, too.
     """
     library = name.partition(".")[0]
     if library not in LIBRARIES:
         raise ValueError(f"{name} is of no library whose objects are data")
-    # A constructor asks its arguments what they are, and a mirror may answer that it is a column. Objects stand in
-    # arrays of objects alone, where `check_data` finds them.
+    # A constructor asks its arguments what they are, and a mirror may answer that it is a column. Only an array of
+    # objects may have other objects as parts: `check_data` looks into these.
     if name != "numpy.objects" and not all(map(is_part, parts)):
         raise ValueError(f"a part of {name} is no data")
     return LIBRARIES[library][1](name, parts)
 
 
 def is_part(value):
-    """True for a value that asks nobody what it is: it has no class of the other side, in no part of a tuple."""
+    """True for a value without an object of the other side: by its class, and in a tuple by those of its parts."""
     kind = type(value)
     if kind is tuple:
         return all(map(is_part, value))
@@ -57,10 +57,10 @@ def is_part(value):
 
 
 def check_data(value):
-    """Nothing, where a value that was sent is data in all its parts, none of which asks the other side for anything.
+    """Refuse a value that is not data in all of its parts: an object among them could answer as it likes.
 
     Raises:
-        TypeError: it is not.
+        TypeError: a part is no data, or there are too many.
     """
     parts = [value]
     for part in parts:
@@ -95,7 +95,7 @@ def _numpy_parts(value, kind):
         return None
     try:
         dtype = repr(numpy.lib.format.dtype_to_descr(value.dtype))
-    except ValueError:  # fields that do not follow each other
+    except ValueError:  # a structured type whose fields overlap or are out of order
         return None
     if value.dtype.hasobject:
         return None
@@ -121,7 +121,7 @@ def _from_numpy_parts(name, parts):
     if dtype.hasobject:
         raise ValueError("objects are no data")
     shape = (1,) if name == "numpy.scalar" else parts[1]
-    empty = not dtype.itemsize  # texts without a character
+    empty = not dtype.itemsize  # a type of texts without a character, which `frombuffer` refuses
     array = numpy.zeros(shape, dtype) if empty else numpy.frombuffer(parts[-1], dtype).copy().reshape(shape)
     return array[0] if name == "numpy.scalar" else array
 
@@ -178,7 +178,7 @@ def _pandas_parts(value, kind):
 
 
 def _column_parts(value, kind):
-    """An array of a type that numpy has not."""
+    """Parts of an array of a type that numpy lacks."""
     pandas = sys.modules["pandas"]
     if kind is pandas.Categorical:
         return "pandas.categories", (_copy(value.codes), value.categories, bool(value.ordered))
@@ -255,7 +255,7 @@ def _from_column_parts(name, parts):
 
 
 def _series(array, index, name):
-    """A column that keeps its type: lists of columns would have theirs guessed."""
+    """A column that keeps its dtype, which pandas would guess from a list."""
     import pandas
 
     return pandas.Series(array, index=index, dtype=array.dtype, name=name)
@@ -272,7 +272,7 @@ def _copy(array):
 
 
 def _frequency_of(index):
-    """Its name, None where there is none or the name does not say all of it."""
+    """Name of an index's frequency; None where it has none, or where the name does not give all of it back."""
     pandas = sys.modules["pandas"]
     try:
         return index.freqstr if pandas.tseries.frequencies.to_offset(index.freqstr) == index.freq else None
@@ -281,7 +281,7 @@ def _frequency_of(index):
 
 
 def _zone_of(moments):
-    """Its name, or itself where it is data: an offset that is always the same."""
+    """Name of the time zone, or the zone itself where it is data: a fixed offset, or None."""
     import datetime
 
     zone = moments.tz
@@ -292,7 +292,7 @@ def _zone_of(moments):
 
 
 def _has_known_zone(moments):
-    """True where there is none, or it is found by its name."""
+    """True where there is no time zone, or pandas finds it by its name."""
     zone = _zone_of(moments)
     if not isinstance(zone, str):
         return True
@@ -313,12 +313,12 @@ def _torch_parts(value, kind):
     torch = sys.modules["torch"]
     if kind is not torch.Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
         return None
-    if value.requires_grad:  # it belongs to a graph, which is nothing to be sent
+    if value.requires_grad:  # it belongs to an autograd graph, which cannot be sent
         return None
     plain = value.detach().resolve_conj().resolve_neg().contiguous()
     try:
         return "torch.tensor", (plain.numpy(),)
-    except TypeError:  # numpy has no numbers of its type
+    except TypeError:  # numpy lacks its dtype (bfloat16)
         return None
 
 

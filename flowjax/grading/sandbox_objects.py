@@ -1,20 +1,22 @@
-"""Objects of one box as another box sees them: what tests and a tested program in two processes say to each other.
+"""Remote objects between two boxes: the protocol by which tests and a tested program in two processes use each other's
+objects.
 
 A value is sent as data where it is data of Python's own types. Everything else stays where it is, and the other side
-gets a mirror: an object of a class of the same name that passes on attributes, calls and operators. Both sides do the
-same, so callbacks, generators and mocks of the tests work in the program, and classes of the program in the tests.
+gets a mirror (a proxy): an object of a class of the same name that passes on attributes, calls and operators. Both
+sides do the same, so callbacks, generators and mocks of the tests work in the program, and classes of the program in
+the tests.
 
 - Lists, dicts and other containers that were sent are shared: a change is sent with the next message, either way.
 - Exceptions arrive as their own classes, or as mirrors that derive from their built-in bases.
 - The working folder, `sys.stdout` and its kin, `os.environ`, the state of `random` and patches of `unittest.mock` are
-  brought along.
+  kept the same on both sides.
 
-The program may say whatever it likes; so what tests decide on is decided by their side. Its own operators have no say
-in how its results compare with data of the tests, unless the tests name its class (`Peer._may_operate`). And it may do
-with objects of the tests what is public about them, no more (`Peer._allowed`): no frames, code or globals.
+The program can send anything; so whatever decides a test is computed on the tests' side. Its own operators do not
+decide how its results compare with data of the tests, unless the tests name its class (`Peer.may_operate`). And of the
+tests' objects it may use only what is public (`Peer._allowed`): no frames, code or globals.
 
 This source runs inside the boxes, and so do the three that it imports (`sandbox_runner` loads them): values and
-mirrors that cross, objects of libraries as data, and what surrounds them (files, patches).
+mirrors that cross, objects of libraries as data, and their surroundings (files, patches).
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -67,15 +69,15 @@ from flowjax.grading.sandbox_values import (
     unchanged,
 )
 
-_MOST_REMEMBERED = 100  # exceptions: those before can hardly be on their way still
+_MOST_REMEMBERED = 100  # exceptions: older ones are hardly still being raised
 _STREAMS = ("stdin", "stdout", "stderr")
 _HIDDEN = ("gi_", "cr_", "ag_", "co_", "f_", "tb_", "func_", "im_")
 _NOT_FOR_PROGRAMS = ("antigravity", "flowjax", "idlelib", "lib2to3", "solution", "test", "this", "unittest")
-_FOR_PROGRAMS = {"get", "set", "del", "call", "operate", "copy", "dir", "await", "step"}  # what tests do for them
+_FOR_PROGRAMS = {"get", "set", "del", "call", "operate", "copy", "dir", "await", "step"}  # actions they may ask for
 
 
 _FORMATS = ("format", "format_map")
-# What tells a mock what it is and has been called with, or asks whether that is as it should be.
+# Attributes that configure a mock, or change or read its record of calls: tests decide by these.
 _OF_MOCKS = (
     *("attach_mock", "configure_mock", "mock_add_spec", "reset_mock"),
     *("call_args", "call_args_list", "call_count", "called", "method_calls", "mock_calls"),
@@ -88,7 +90,7 @@ def _is_mock(value):
 
 
 class Peer:
-    """One side of the talk. `decides`: tests run here, so that the other side is not to be trusted."""
+    """One side of the conversation. `decides`: tests run on this side, so the other side must not be trusted."""
 
     def __init__(self, send, receive, *, decides, files):
         self._send, self._receive, self.decides = send, receive, decides
@@ -97,10 +99,10 @@ class Peer:
         self._numbers = {}  # id of an object -> number
         self._mirrors = {}  # number -> mirror of an object of the other side
         self._shared = {}  # number -> (container, what it held when last sent or received)
-        self.trusted = set()  # classes of the program that the tests at hand have asked for by name
-        self.late = ""  # why the other side is of no use any more to the test at hand
+        self.trusted = set()  # classes of the program that the present test has asked for by name
+        self.late = ""  # reason for which the other side no longer answers in the present test
         self._ended = False
-        self._raised = []  # by the other side in the test at hand, or because of what it may not do
+        self._raised = []  # exceptions of the present test that the other side raised, or that refused it something
         self._patched = {}
         self._environment = dict(os.environ)
         self._streams = {name: getattr(sys, name) for name in _STREAMS}
@@ -113,10 +115,10 @@ class Peer:
     # Talk
 
     def ask(self, action, *arguments):
-        """Have the other side do something, and do what it asks for meanwhile.
+        """Have the other side do something, and serve what it asks for meanwhile (a callback, say).
 
         Raises:
-            Gone: it has ended or has taken too long. Otherwise whatever it raises.
+            Gone: it has ended or has taken too long. Otherwise the exception that it raised.
         """
         if self.late:
             raise Gone(self.late)
@@ -137,17 +139,18 @@ class Peer:
             return value
 
     def begin_test(self):
-        """Forget what the test before has used up and caught; a program that has ended fails all that follow."""
+        """Forget the former test's exceptions and lateness; a program that has ended fails all following tests."""
         self._raised.clear()
         if not self._ended:
             self.late = ""
 
     def serve(self, message):
-        """Do what the other side asks for, and answer."""
+        """Do what the other side asks for, and send the answer."""
         self._send(self.answer(message))
 
     def answer(self, message):
-        """The answer to what the other side asks for, which is done."""
+        """Do what the other side asks for. Returns the answer: ["return" or "raise", value, state, forgotten numbers],
+        or ["late", ...]."""
         self._depth += 1
         answer = None
         try:
@@ -169,7 +172,7 @@ class Peer:
                 del error
         finally:
             self._depth -= 1
-        arguments = value = None  # or they would count as held
+        arguments = value = None  # drop these references: `_forget` counts what is still held
         return [*answer, self._state(), [] if self.decides else self._forget()]
 
     def _read_answer(self, message):
@@ -192,20 +195,20 @@ class Peer:
         return value
 
     def _allowed(self, value, name):
-        """True for what is public about an object of this side: the other may use it."""
+        """True for attributes of an object of this side that the other side may use: public ones."""
         if not self.decides:
             return True
         if isinstance(value, types.ModuleType) or name.startswith(_HIDDEN) or name == "skipTest":
             return False
         if (name in _OF_MOCKS or name.startswith("assert_")) and _is_mock(value):
             return False
-        # These read attributes of what they are given, whatever the names.
+        # `str.format` reads any attribute of its arguments by name ("{0.__class__}"), also private ones.
         if name in _FORMATS and issubclass(value if isinstance(value, type) else type(value), str):
             return False
         return not name.startswith("_") or name in PUBLIC_DUNDERS
 
     def _may_change(self, value, name):
-        """True for an attribute that the other side may set or delete: none that says how an object compares, and
+        """True for an attribute that the other side may set or delete: none that decides how an object compares, and
         none of a library's class, which the tests use, too."""
         return not self.decides or not (name.startswith("_") or (isinstance(value, type) and importable(value)))
 
@@ -251,7 +254,7 @@ class Peer:
         import asyncio
 
         outer = asyncio._get_running_loop()
-        asyncio._set_running_loop(None)  # that one waits for this call
+        asyncio._set_running_loop(None)  # `run` refuses to start inside a running loop; that one waits for this call
         try:
             return asyncio.run(self._local(number))
         finally:
@@ -290,20 +293,20 @@ class Peer:
     # Operators
 
     def may_operate(self, mirror, others):
-        """True if an object of the other side may say how it compares or combines with others.
+        """True if an object of the other side may decide how it compares or combines with others.
 
-        On the side of the tests: with objects of its own side; with data only if the tests name its class. A result
-        that says that it equals everything is no result.
+        On the tests' side: always with other objects of the program; with the tests' data only if they name its class.
+        Else a result whose `__eq__` returns True for everything would pass every test.
         """
         return all(is_mirror(other) for other in others) or self.may_decide(mirror)
 
     def may_decide(self, mirror):
-        """True if what an object of the other side does may stand for what tests ask of data."""
+        """True if methods of an object of the other side may answer where tests ask something of data."""
         return not self.decides or not self.trusted.isdisjoint(type(mirror).__mro__)
 
     def may_forgive(self, kind, error=None):
-        """True for an exception of the tests' own, that a context of the other side may swallow: none that says that a
-        test has failed, or that it was the other side's own doing or of its objects."""
+        """True for an exception that a context manager of the other side may swallow: one of the tests' own, which is
+        no failure of a test, and which neither the other side nor its objects have caused."""
         if not self.decides:
             return True
         chain = [error] if error is not None else []
@@ -314,7 +317,7 @@ class Peer:
         return not issubclass(kind, AssertionError)
 
     def refusal(self, text):
-        """The exception for what objects of the other side may not do."""
+        """The exception for something that objects of the other side may not do."""
         error = TypeError(text)
         self._remember(error)
         return error
@@ -342,7 +345,7 @@ class Peer:
         if self._files is not None and self.decides and (place := self._files.moved()):
             state["place"] = place
         if "random" in sys.modules and (now := sys.modules["random"].getstate()) != self._random:
-            # At first each side has a state of its own: the tests' holds for both.
+            # At first each side has a state of its own: both then take that of the tests.
             if self._random is not None or self.decides:
                 state["random"] = self._encode(now)
             self._random = now
@@ -388,7 +391,10 @@ class Peer:
                 yield number, container
 
     def _forget(self):
-        """Numbers of shared containers that nothing on this side holds any more."""
+        """Drop shared containers that nothing else on this side refers to. Returns their numbers, for the other side.
+
+        A container is kept if it has references from outside the shared ones, or is reachable from one that is kept.
+        """
         if self._depth:
             return []
         inner = {}
@@ -398,7 +404,7 @@ class Peer:
                     inner[id(part)] = inner.get(id(part), 0) + 1
         kept, stack = set(), []
         for number, entry in self._shared.items():
-            # held by: the entry, the argument of getrefcount
+            # Two references are always there: the entry's, and the argument of `getrefcount`.
             if sys.getrefcount(entry[0]) - 2 > inner.get(id(entry[0]), 0):
                 stack.append(number)
         while stack:
@@ -428,8 +434,8 @@ class Peer:
     def _encode(self, value, depth=0):
         if depth > 200:
             raise RecursionError("a value is nested too deeply to leave its box")
-        # Exact types first, by `type` and not `isinstance`: those alone are data that cannot say otherwise. Derived
-        # classes come last, and of their content only what their built-in base tells is sent.
+        # Exact types first, by `type` and not `isinstance`: a derived class could override how its data reads. Derived
+        # classes come last, and their content is read by the methods of their built-in base.
         kind = type(value)
         if kind in SCALARS:
             return value
@@ -549,7 +555,7 @@ class Peer:
         attributes = {name: value for name, value in vars(error).items() if not name.startswith("__")}
         kind = self._encode_class(type(error))
         arguments = error.__reduce__()[1] if type(error).__module__ == "builtins" else error.args  # with a file's name
-        # An exception of this side may come back, as itself.
+        # With a number, so that an exception of this side that comes back is the same object again.
         sent = self._encode_all(arguments), self._encode_all(attributes)
         encoded = ["exception", self._number(error), kind, *sent, text]
         cause = error.__cause__
@@ -627,7 +633,7 @@ class Peer:
 
     def _decode_library(self, name, *parts):
         value = from_parts(name, [self._decode(part) for part in parts])
-        if self.decides and name == "numpy.objects":  # a library asks what stands in it, more than once
+        if self.decides and name == "numpy.objects":  # numpy calls methods of the objects in it, so all must be data
             check_data(value)
         return value
 
@@ -649,16 +655,16 @@ class Peer:
         return __import__(name, fromlist=["x"])
 
     def _may_import(self, name):
-        """True for a module that a program may name to the tests: not their own, none by which a test is skipped, and
-        none that does something when it is imported, such as to run the tests that it finds."""
+        """True for a module that a program may have the tests import: not their own, none by which a test is skipped,
+        and none that does something on import, such as running the tests that it finds."""
         parts = name.split(".")
         if parts[0] in _NOT_FOR_PROGRAMS or any(part.startswith("__") for part in parts):
             return False
         return name in sys.modules or is_standard_library(name)
 
     def _decode_named(self, module, name, known):
-        """A library's class; `known` is the built-in one that it derives from, which an exception is to the tests
-        where they may not import its own."""
+        """A library's class. `known` is the built-in class that it derives from: an exception is of that class for
+        tests that may not import its own."""
         if self.decides and not (self._may_import(module) and is_standard_library(module)):
             known = getattr(builtins, known, None)
             if isinstance(known, type) and issubclass(known, BaseException):
@@ -755,7 +761,8 @@ class Peer:
         return mirror
 
     def _mirror_class(self, encoded, number):
-        """The class of a mirror: of one that is known here by its name, one that passes everything on."""
+        """The class of a mirror. For an object of a library's class that is known here, a class that passes everything
+        on to the object."""
         kind = self._decode(encoded)
         if is_mirror_class(kind):
             return kind
@@ -771,7 +778,7 @@ class Peer:
     def _claimed(self, kind):
         """The class that `isinstance` sees: a library's, if it is loaded here and holds no data."""
         claim = type.__getattribute__(kind, "_claimed")
-        # These ask an object whether it is an array, and believe what it says of itself from then on.
+        # These libraries test `isinstance` to see whether an object is an array, and then believe all that it says.
         if not claim or claim[0].partition(".")[0] in LIBRARIES:
             return kind
         found = sys.modules.get(claim[0])
@@ -780,7 +787,7 @@ class Peer:
         if not isinstance(found, type) or issubclass(found, DERIVABLE):
             return kind
         direct = [found.__module__, found.__qualname__] == claim or claim in INTERPRETER_TYPES.values()
-        return found if direct else kind  # a detour may lead to those above
+        return found if direct else kind  # another name for a class may lead to one of those above
 
     def _decode_valued(self, number, kind, plain):
         known = self._mirrors.get(number)
@@ -829,7 +836,7 @@ class Peer:
         for name, part in attributes.items():
             try:
                 error.__dict__[name] = self._decode(part)
-            except Exception:  # a fact about an error that cannot be sent
+            except Exception:  # an attribute that cannot be sent is left out
                 continue
         if cause is not None:
             error.__cause__ = self._decode(cause)

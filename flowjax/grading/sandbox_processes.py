@@ -1,10 +1,10 @@
 """The processes of a box: the command line that starts them, the time and memory that they use, and the system calls
 that they may make.
 
-What a program does with its time must not depend on what else runs here. So its time is taken apart: on a processor,
-waiting for one (the machine's doing), and asleep (its own doing). Linux counts the first two for every thread
+A verdict must not depend on what else runs on this machine. So a program's time is split into time on a processor, time
+waiting for one (the machine's doing), and time asleep (its own doing). Linux counts the first two for every thread
 (`schedstat`); where the kernel lacks it, waiting counts as sleep unless a process is seen to be runnable. Processes of
-a box can make each other wait, too: such waiting is told apart, and is no excuse.
+a box can make each other wait, too: such waiting is told apart, and does not excuse them.
 """
 
 import contextlib
@@ -26,14 +26,15 @@ WATCH_S = 0.05  # longest time between two looks at what a program has used
 SHORTEST_WATCH_S = 0.002
 GROWTH_BYTES_PER_S = 8 << 30  # of the memory of a box, at most: touching a page takes a processor 0.5 us or more
 PROGRAM = "/box/program.py"  # where bubblewrap shows the program
-# Libraries for arrays would start as many as the machine has processors, which is over the limit of processes.
+# By default libraries for arrays start a thread for each processor of the machine: more than the limit of processes.
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _SHARED_MEMORY_BYTES = 16 << 20
 BOX_UIDS = 1 << 30  # uids from here on are one per box, so that no box counts another's processes
 COUNTS_WAITING = Path("/proc/self/schedstat").exists()
 _counter = itertools.count()
 
-# Sets the limits of a program that runs without bubblewrap, then becomes it. Linux ends it with its parent.
+# Sets the limits of a program that runs without bubblewrap, then runs it. `prctl(1, 9)` is PR_SET_PDEATHSIG, SIGKILL:
+# the kernel ends it with its parent.
 _LIMIT_AND_RUN = """
 import json, resource, sys
 settings = json.loads(sys.argv[1])
@@ -61,9 +62,9 @@ class Limits:
     """Limits of a program, all its processes together. Bytes and seconds.
 
     `cpu_s` is time on processors and `idle_s` time asleep: a program that uses them up was too slow, however busy the
-    machine. `wall_guard_s` only bounds what neither counts, a program that waits for a processor. `memory_bytes` bounds
-    each process at once (address space), and all of them (resident) by looks that follow each other the faster, the
-    less is left.
+    machine. `wall_guard_s` bounds only what neither counts: waiting for a processor. `memory_bytes` bounds the address
+    space of each process, enforced by the kernel, and the resident memory of all of them together, by measurements that
+    come the faster, the less is left.
     """
 
     cpu_s: float = 10.0
@@ -80,7 +81,7 @@ class Limits:
         """The limits that the kernel enforces, by their names in `resource`."""
         return {
             "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_CPU": max(1, round(self.cpu_s + 0.499)) + 1,  # whole seconds: where nobody watches
+            "RLIMIT_CPU": max(1, round(self.cpu_s + 0.499)) + 1,  # whole seconds, rounded up: a second line of defence
             "RLIMIT_FSIZE": self.file_bytes,
             "RLIMIT_NOFILE": self.open_files,
             "RLIMIT_NPROC": self.processes,
@@ -107,6 +108,7 @@ def interpreters() -> tuple[Interpreter, ...]:
 
 
 def box_uid() -> int:
+    """A uid for one box: the process and a counter make it differ from those of other boxes that run now."""
     return BOX_UIDS + (os.getpid() % (1 << 22)) * 128 + next(_counter) % 128
 
 
@@ -119,11 +121,14 @@ def bubblewrap_command(
     drop_root: bool,
     packages: Sequence[str] = (),
 ) -> list[str]:
-    """bwrap, sh, setpriv, prlimit, python. With `drop_root` (we are root) mounts are made as root and the program gets
-    a uid of its own; without, bubblewrap makes a user namespace.
+    """The command that starts a box: bwrap runs sh, that setpriv, that prlimit, that python.
 
-    A shell is the first process of the namespace: the kernel kills it with bwrap (a program could undo that for itself,
-    and a change of uid does), and everything inside with it. It waits, so that bwrap knows the time that was used.
+    With `drop_root` (we are root) mounts are made as root and the program gets a uid of its own; without, bubblewrap
+    makes a user namespace.
+
+    A shell is the first process (pid 1) of the pid namespace. The kernel kills it with bwrap (PR_SET_PDEATHSIG, which a
+    program could undo for itself, and a change of uid clears), and with pid 1 everything inside. It waits for the
+    program, so that bwrap knows the processor time that was used.
     """
     command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     command += [] if drop_root else ["--unshare-user"]
@@ -165,14 +170,14 @@ def _in_usr(path: str) -> bool:
 
 @functools.cache
 def _installed_packages(prefix: str) -> tuple[str, ...]:
-    """Folders of installed packages, which a program has no need to see: a benchmark's answers may be among them."""
+    """Folders of installed packages, which are hidden from programs: a benchmark's answers may be among them."""
     roots = [Path(prefix, "lib"), Path("/usr/lib"), Path("/usr/local/lib")]
     found = [path for root in roots for name in ("site", "dist") for path in root.glob(f"python3*/{name}-packages")]
     return tuple(dict.fromkeys(str(path) for path in found if path.is_dir() and not path.is_symlink()))
 
 
 def _visible_parents(path: str) -> list[str]:
-    """bubblewrap makes the parents of what it shows readable by root alone; these are for everyone."""
+    """Options that make the parent folders of `path` readable: bubblewrap's own would be readable by root only."""
     arguments: list[str] = []
     for parent in reversed(Path(path).parents[:-1]):
         if str(parent) != "/tmp":
@@ -183,7 +188,8 @@ def _visible_parents(path: str) -> list[str]:
 def _python_options(packages: Sequence[str]) -> list[str]:
     if not packages:
         return ["-s", "-S", "-B"]
-    # In place of the working folder: tests have copies of the program's files there, and must import none of them.
+    # `packages` replace the working folder in `sys.path`: it has copies of the program's files, which tests must not
+    # import.
     start = f"import runpy, sys; sys.path[:1] = {list(packages)!r}; sys.argv = ['{PROGRAM}']; "
     return ["-s", "-S", "-B", "-c", f"{start}runpy.run_path('{PROGRAM}', run_name='__main__')"]
 
@@ -209,10 +215,11 @@ def limited_command(
 ) -> list[str]:
     """The interpreter with resource limits and nothing else.
 
-    With `uid` (we are root) the program runs under that uid, which is its alone: the kernel counts processes by user,
-    so its limit counts no other's. With `reads_all` it is started as root and takes on that uid here, keeping the
-    capability to read whatever root may: an interpreter in root's home is closed to others. Without `uid` its processes
-    count among those of our user, and are limited beside these (root's not at all: whoever waits for the box counts).
+    With `uid` (we are root) the program runs under that uid, which no other box has: the kernel counts processes by
+    user, so its limit counts only the program's. With `reads_all` it starts as root and changes to that uid here,
+    keeping the capability to read all files: an interpreter in root's home can be read by root only. Without `uid` its
+    processes count together with those of our user, which are added to the limit (root has no such limit: the caller
+    counts threads then).
     """
     resources = limits.resources()
     command = []
@@ -232,9 +239,9 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 class ProcessUsage:
     """Seconds on a processor and waiting for one, of all processes so far; whether one of them is awake now; memory.
 
-    `excused_s` is waiting while a single thread was active, which only others on the machine can have caused. `threads`
-    are those that live, of all processes but the ones that start the program. `memory_bytes` is resident memory without
-    files; pages that processes share count for each of them.
+    `excused_s` is waiting while only one thread of the box was active, which only other programs can have caused.
+    `threads` is the number of living threads, without the processes that start the program. `memory_bytes` is resident
+    memory without mapped files; a page that processes share counts once for each of them.
     """
 
     cpu_s: float
@@ -257,16 +264,17 @@ class ProcessUsage:
 
 
 class ProcessTree:
-    """A process and all its descendants, those that have ended included.
+    """A process and all its descendants, ended ones included.
 
-    With fewer than `complete` of them, what they are to run is still being started: that counts as awake.
+    The program is the one at depth `complete`, below those that only start it. While fewer live, it is still being
+    started, which counts as awake.
     """
 
     def __init__(self, pid: int, *, complete: int = 1):
         self._root, self._complete = pid, complete
-        self._seen: dict[int, tuple[float, float]] = {}  # pid -> processor time and waiting, when last seen
-        self._threads: dict[int, _Times] = {}  # likewise, of the threads that lived then
-        self._runner = 0  # the process that the others only start
+        self._seen: dict[int, tuple[float, float]] = {}  # pid -> seconds on processors and waiting, when last seen
+        self._threads: dict[int, _Times] = {}  # likewise by thread, of those that lived at the last look
+        self._runner = 0  # pid of the program itself: the first process below those that start it
         self._excused_s = 0.0
 
     def read(self) -> ProcessUsage:
@@ -285,7 +293,7 @@ class ProcessTree:
             living.append(pid)
             alive += len(times)
             stack += [(child, depth + 1) for child in children]
-            awake |= fields[0] in b"RD"
+            awake |= fields[0] in b"RD"  # running or runnable, or in an uninterruptible wait (disk)
             memory += kept_bytes
             process_s, reaped = (_TICK_S * (int(fields[i]) + int(fields[i + 1])) for i in (11, 13))
             reaped_s += reaped
@@ -300,13 +308,13 @@ class ProcessTree:
         awake |= len(living) < self._complete
         if self._runner:
             self._excuse(threads)
-        else:  # nothing of the program is there to make anything wait
+        else:  # the program has not started: nothing of it can have made the starters wait
             self._excused_s = waited_s
         return ProcessUsage(cpu_s, waited_s, awake, memory, tuple(living), alive, self._excused_s)
 
     def _excuse(self, threads: dict[int, "_Times"]) -> None:
-        """Count the waiting since the last look where a single thread was active. The runner is one only where there is
-        no other: of a program that is a process of its own it looks at the time."""
+        """Add the waiting since the last look if only one thread was active then. The runner counts only if no other
+        thread was: where it runs the program in a process of its own, it wakes just to look at the time."""
         active = [thread for thread, times in threads.items() if times != self._threads.get(thread)]
         active = [thread for thread in active if thread != self._runner] or active
         if len(active) == 1:
@@ -319,7 +327,7 @@ _Times = tuple[float, float]  # seconds on a processor and waiting for one
 
 
 def _threads(pid: int) -> tuple[dict[int, _Times], list[int]]:
-    """The times of the threads that live, and the children they made."""
+    """Times of a process's living threads, and the child processes that these have started."""
     times, children = {}, []
     for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 (twice as fast)
         times[int(thread)] = (0.0, 0.0)
@@ -331,7 +339,7 @@ def _threads(pid: int) -> tuple[dict[int, _Times], list[int]]:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Memory of a process that is no file's."""
+    """Resident memory of a process without mapped files."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
@@ -346,8 +354,8 @@ _STARTERS = 3  # bubblewrap outside, the shell inside, and what becomes the prog
 class ControlGroup:
     """A control group (cgroup v2) of one box: the kernel itself holds all its processes together to their limits.
 
-    What looks at processes cannot promise: the first moments of a box, a machine too busy to look, kernel memory. Files
-    of the box's /tmp and /dev/shm count here. A box that needs more memory is killed whole.
+    It covers what measuring processes from outside misses: the first moments of a box, a machine too busy to measure,
+    and kernel memory. Files in the box's /tmp and /dev/shm count, too. A box that exceeds the memory is killed whole.
 
     Args:
         parent: folder of a group whose children have the controllers of memory and processes.
@@ -371,7 +379,7 @@ class ControlGroup:
             raise
 
     def holding(self, command: Sequence[str]) -> list[str]:
-        """The command, which enters the group before it does anything: no child of it can be outside."""
+        """The command, wrapped so that it enters the group before it does anything: no child of it can be outside."""
         return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *command]
 
     def close(self) -> None:
@@ -389,8 +397,8 @@ class ControlGroup:
 def groups_parent() -> Path | None:
     """The folder in which boxes have their control groups; None where this process may not make any.
 
-    That is the group of this process, where the kernel lets it have children (the root group alone does beside
-    processes), or the one above, where others have given its children these controllers and it is ours to write.
+    It is the group of this process, if the kernel lets that have children with controllers (beside processes of its own
+    only the root group may), or the group above, if its children have these controllers already and we may write it.
     """
     try:
         mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
@@ -406,8 +414,8 @@ def groups_parent() -> Path | None:
 
 
 def _may_have_boxes(parent: Path, give: bool) -> bool:
-    """True where a trial group can be made and entered. Controllers that it lacks are given to `parent`'s children
-    where `give`: never in the group above, whose other children are not ours."""
+    """True where a trial group can be made and entered. With `give`, controllers that `parent`'s children lack are
+    enabled first: never in the group above, whose other children are not ours."""
     given = parent / "cgroup.subtree_control"
     try:
         if not set(given.read_text().split()) >= _CONTROLLERS:
@@ -433,10 +441,10 @@ _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32)
 _NEW_NAMESPACE = 0x7E020080  # CLONE_NEW{USER,PID,NET,UTS,IPC,NS,CGROUP,TIME}
 _AF_UNIX, _SOL_SOCKET, _SIZES_OF_BUFFERS, _F_SETPIPE_SZ = 1, 1, (7, 8, 32, 33), 1031
-_NEWEST = 467  # the highest number that was looked at for this list
+_NEWEST = 467  # the highest call number that was considered for this list
 
-# name:x86-64:arm64, allowed whatever the arguments. None by which a program could make itself wait for a processor,
-# which would be taken for the machine's doing: no priority, class or processor of its own.
+# name:x86-64:arm64 of calls that are allowed whatever the arguments. None is among them by which a program could make
+# itself wait for a processor (priority, scheduling class, affinity): that would be taken for the machine's doing.
 _ALLOWED = """
 read:0:63 write:1:64 open:2:- close:3:57 stat:4:- fstat:5:80 lstat:6:- newfstatat:262:79 statx:332:291
 lseek:8:62 pread64:17:67 pwrite64:18:68 readv:19:65 writev:20:66 preadv:295:69 pwritev:296:70 preadv2:327:286
@@ -502,7 +510,12 @@ def allowed(machine: str) -> dict[str, int]:
 
 
 def instructions(machine: str) -> list[Instruction]:
-    """The filter's program for a machine."""
+    """The filter for a machine, as instructions of classic BPF that return a verdict on a system call.
+
+    `clone3` is answered with ENOSYS: its flags are behind a pointer, which a filter cannot read, and C libraries then
+    fall back to `clone`, whose flags are checked. Sockets may be of AF_UNIX only, and pipes and sockets may not be
+    enlarged.
+    """
     column, architecture = ARCHITECTURES[machine]
     refuse = (_RETURN, 0, 0, _ERRNO | _EPERM)
     program: list[Instruction] = [(_LOAD, 0, 0, _ARCHITECTURE), (_JUMP_EQUAL, 1, 0, architecture)]
@@ -524,12 +537,13 @@ def instructions(machine: str) -> list[Instruction]:
     sizes = [instruction for size in _SIZES_OF_BUFFERS for instruction in ((_JUMP_EQUAL, 0, 1, size), refuse)]
     of_socket = [(_LOAD, 0, 0, _ARGUMENTS[1]), (_JUMP_EQUAL, 1, 0, _SOL_SOCKET), (_RETURN, 0, 0, _ALLOW)]
     program += _where(_SETSOCKOPT[column], [*of_socket, (_LOAD, 0, 0, _ARGUMENTS[2]), *sizes, (_RETURN, 0, 0, _ALLOW)])
-    # Calls of the x32 convention and calls newer than the list are not there; all others are forbidden.
+    # Calls newer than the list, and those of the x32 ABI (whose numbers are higher), do not exist (ENOSYS); all others
+    # are forbidden (EPERM).
     return [*program, (_JUMP_AT_LEAST, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, _ERRNO | _ENOSYS), refuse]
 
 
 def _where(number: int, then: list[Instruction]) -> list[Instruction]:
-    """Instructions for one call, which end with a verdict."""
+    """Instructions for one system call, skipped for others. `then` has to end with a verdict."""
     return [(_JUMP_EQUAL, 0, len(then), number), *then]
 
 

@@ -1,13 +1,13 @@
 """Runner inside the sandbox, beside a tested program. Its source is sent there; it imports nothing of this package.
 
-Standard input begins with a job: its length in eight bytes, then `marshal`, which only this direction may be trusted
-with. Answers are lines of JSON on what standard output was at the start; what the program prints goes to standard
-error. The program shares this process and can say whatever it likes in its
-name, so nothing secret is here: neither expected results nor tests, only inputs. `serve` and `check` are two boxes:
-tests run in the second one and reach the program in the first one only by sending data.
+Standard input begins with a job: its length in eight bytes, then `marshal`, which is safe in this direction only, since
+it must not read hostile data. Answers are lines of JSON on what standard output was at the start; what the program
+prints goes to standard error. The program shares this process and can write any answer in its name, so nothing secret
+is here: neither expected results nor tests, only inputs. `serve` and `check` are two boxes: tests run in the second one
+and reach the program in the first one only by sending data.
 """
 
-import _signal as signal  # the C part alone: a third of the start of a box would be imports
+import _signal as signal  # the C part alone: other imports would be a third of the time that a box takes to start
 import atexit
 import builtins
 import marshal
@@ -18,13 +18,16 @@ from _json import encode_basestring_ascii
 
 Module = type(sys)
 
-_MAX_DEPTH = 200  # as between tests and program; Python itself ends at a thousand calls
-_MAX_DIGITS = 5000  # of a decimal or a part of a fraction: reading longer ones takes a while
+_MAX_DEPTH = 200  # as between tests and program; Python's own limit is a thousand nested calls
+_MAX_DIGITS = 5000  # of a decimal or a part of a fraction: longer ones take long to read
 
 
 def encode(value, depth=0):
-    """A value as JSON that keeps Python's types. Subclasses become their base, and what equals plain data in Python the
-    plain data: scalars of numpy, sets of a dictionary. What is no data becomes ["other", type]."""
+    """A value as JSON that keeps Python's types.
+
+    Subclasses become their built-in base; numpy's scalars and a dictionary's key and item views become the plain data
+    that they equal in Python. A value that is no data becomes ["other", type].
+    """
     if value is None or value is True or value is False:  # by identity: 1 == True, and a class may claim to equal all
         return value
     if depth > _MAX_DEPTH:
@@ -61,10 +64,10 @@ def encode(value, depth=0):
 
 
 def decode(value):
-    """The value that `encode` wrote down.
+    """The value that `encode` encoded.
 
     Raises:
-        ValueError: it is no such writing, or holds what is no data.
+        ValueError: `encode` makes no such thing, or a part of it is no data.
     """
     if not isinstance(value, list):
         if isinstance(value, (dict, float)):
@@ -95,7 +98,7 @@ def decode(value):
 
 
 class _Late(BaseException):
-    """The time of one case is over."""
+    """The time of one case is over. Not derived from Exception, which programs catch."""
 
 
 def _json(value):
@@ -107,7 +110,7 @@ def _json(value):
     return {None: "null", True: "true", False: "false"}[value] if value is None or type(value) is bool else repr(value)
 
 
-_read, _write, _open, _close = os.read, os.write, os.open, os.close  # before a test patches them
+_read, _write, _open, _close = os.read, os.write, os.open, os.close  # taken before a test may patch them
 _now_s, _process_s = time.monotonic, time.process_time
 
 
@@ -139,8 +142,10 @@ def _cpu_s(pid):
 class _Clock:
     """Raises `_Late` when a case has used up its processor time, or as much time asleep; and again, if it was caught.
 
-    Time in which this process waits for a processor counts as neither, nor does what lies between `pause` and `go_on`,
-    in which it waits for another box. `child` is the process whose time is meant, None for this one.
+    Time in which this process waits for a processor counts as neither, nor does the time between `pause` and `go_on`,
+    in which it waits for the other box. `child` is the process whose time is measured, None for this one.
+
+    Two timers: ITIMER_PROF rings once the processor time is used up; ITIMER_REAL looks at the time asleep every 0.1 s.
     """
 
     def __init__(self, seconds, child=None):
@@ -176,14 +181,14 @@ class _Clock:
             return
         used_s = _cpu_s(self._child) if self._child else _process_s() - self._cpu_s
         waited_s = _waited_s(self._child or "self") - self._waited_s
-        # What is left of the time since the start: neither on a processor, nor waiting for one, nor for the other box.
+        # Asleep is the rest of the time since the start: not on a processor, nor waiting for one or for the other box.
         asleep_s = _now_s() - self._since_s - used_s - waited_s - self._paused_s
         if (self._child and used_s > self._seconds) or asleep_s > self._seconds:
             raise _Late
 
 
 class _Lines:
-    """The job, then lines of JSON, in; lines of JSON out."""
+    """Messages of this box: a job, then lines or sized values, come in; lines of JSON go out."""
 
     def __init__(self, out):
         self._out, self._unread = out, bytearray()
@@ -205,7 +210,7 @@ class _Lines:
         return bytes(line)
 
     def read_value(self):
-        """The next line, which is a number of bytes, and then that many bytes of `marshal`; None at the end."""
+        """The next value: a line with a number of bytes, then so many bytes of `marshal`; None at the end."""
         line = self.read_line()
         if line is None:
             return None
@@ -254,15 +259,19 @@ def _load(source, name):
 
 
 def _compiled(job):
-    """The problem's preamble and the program, each by itself: so lines and `from __future__` are the program's own."""
+    """Code of the problem's preamble and of the program, compiled apart: line numbers and `from __future__` are then
+    the program's own."""
     return [
         compile(job[part], file, "exec") for part, file in (("preamble", "preamble.py"), ("program", "solution.py"))
     ]
 
 
 def _run(codes, module, entry=""):
-    """Run preamble and program in a module. What the preamble has under the name of the tested function stays in the
-    program's sight, as builtins are, and out of the module: else it would pass for the program's."""
+    """Run preamble and program in a module.
+
+    A name in the preamble that is the tested function's is moved into the module's builtins: the program can use it,
+    but it is not taken for the program's own.
+    """
     preamble, program = codes
     names = module.__dict__
     exec(preamble, names)
@@ -281,7 +290,7 @@ def _load_program(job):
 
 
 def _function(module, entry):
-    """The function under test; a method of `Solution` where there is no such function."""
+    """The function under test; a method of `Solution` (as LeetCode has it) where there is no such function."""
     if hasattr(module, entry):
         return getattr(module, entry)
     if hasattr(module, "Solution"):
@@ -290,7 +299,7 @@ def _function(module, entry):
 
 
 def _solution(job, lines):
-    """The tested function; None, and said so, where the program does not load."""
+    """The tested function; None, after a "load" message, where the program does not load."""
     try:
         with _Clock(job["case_cpu_s"]):
             return _function(_load_program(job), job["entry"])
@@ -309,7 +318,7 @@ def _answer(function, arguments: list, seconds):
 
 
 def calls(job, lines):
-    """Call the function once for each of the arguments that come, one at a time: later ones are not here yet."""
+    """Call the function once for each of the arguments that come. Later ones are sent only after an answer."""
     function = _solution(job, lines)
     number = 0
     while function is not None and (arguments := lines.read_value()) is not None:
@@ -318,7 +327,7 @@ def calls(job, lines):
 
 
 def _peer(job, lines, decides):
-    """This side of the talk with the other box."""
+    """This side's end of the conversation with the other box, and the list of clocks to pause while it waits."""
     *_, surroundings, objects = [_load(source, name) for name, source in job["objects"]]
     import json
 
@@ -342,7 +351,7 @@ def _peer(job, lines, decides):
 
 
 def serve(job, lines):
-    """Be the program's side of the talk with its tests."""
+    """Run the program's side of the conversation with its tests."""
     try:
         with _Clock(job["case_cpu_s"]):
             module = _load_program(job)
@@ -363,7 +372,7 @@ def serve(job, lines):
         except _Late:
             answer = ["late"]
         clocks.clear()
-        peer._send(answer)  # no clock runs: half an answer, or two, would be taken for that to the next question
+        peer._send(answer)  # no clock runs, which could cut it: half an answer would be read as part of the next one
 
 
 def check(job, lines):
@@ -406,7 +415,7 @@ def check(job, lines):
                             value = peer.named_by_tests(name)
                         except ImportError:  # a library that is not loaded here: tests that need it import it
                             continue
-                        # Nothing but the library stands for a library.
+                        # Only the library itself may have a library's name, no object of the program.
                         if name not in surroundings.LIBRARY_NAMES or isinstance(value, Module):
                             names[name] = value
                 if job["entry"] in names:
@@ -420,7 +429,7 @@ def check(job, lines):
 
 
 def scripts(job, lines):
-    """Run the program once for each of the inputs that come, each time as a process of its own."""
+    """Run the program once for each of the inputs that come, each time in a process of its own (fork)."""
     codes, number = None, 0
     try:
         codes = _compiled(job)
@@ -433,6 +442,7 @@ def scripts(job, lines):
 
 
 def _unnamed_file(data=b""):
+    """A file without a name in the working folder: `memfd_create` is not among the allowed system calls."""
     path = f"box-{os.getpid()}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.unlink(path)  # noqa: PTH108 (pathlib takes as long to import as Python to start)
@@ -474,13 +484,13 @@ def _script(codes, text, seconds, output_bytes):
 
 
 def _become(codes, files, seconds):
-    """In the child: be the program, and end."""
+    """In the child: become the program (streams, timer, module `__main__`), run it, and end. Never returns."""
     status = 1
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends it
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal, by default, ends the process
         for number, fd in enumerate(files):
             os.dup2(fd, number)
         os.closerange(3, 64)
@@ -494,10 +504,10 @@ def _become(codes, files, seconds):
             status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
         except BaseException as error:
             sys.stderr.write("\n" + _reason(error, "solution.py") + "\n")
-        if "threading" in sys.modules:  # as Python ends: after its threads, and what was left for the end
+        if "threading" in sys.modules:  # as Python does at its end: wait for threads, then call `atexit` functions
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
-        for file in (sys.stdout, sys.__stdout__, sys.stderr):  # a program may have put its own in place of the first
+        for file in (sys.stdout, sys.__stdout__, sys.stderr):  # a program may have replaced `sys.stdout`
             if file is not None:
                 file.flush()
     except BaseException:
@@ -509,7 +519,7 @@ def main():
     # Answers keep the pipe that standard output was; what the program prints goes to standard error from here on.
     lines = _Lines(os.dup(1))
     os.dup2(2, 1)
-    builtins.exit = builtins.quit = sys.exit  # what the site module would bring
+    builtins.exit = builtins.quit = sys.exit  # defined by the module `site`, which is not loaded here (-S)
     job = lines.read_job()
     {"calls": calls, "serve": serve, "check": check, "scripts": scripts}[job["mode"]](job, lines)
     os._exit(0)

@@ -1,6 +1,6 @@
 """Surroundings that tests and a program share: files of the working folder, patches of libraries.
 
-This source runs inside the boxes, where `flowjax.grading.sandbox_runner` loads it under its name.
+This source runs inside the boxes, where `flowjax.grading.sandbox_runner` loads it under its module name.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -13,13 +13,13 @@ import types
 
 from flowjax.grading.sandbox_values import Gone, importable, is_mirror
 
-_OS = types.SimpleNamespace(**{name: getattr(os, name) for name in dir(os)})  # before tests patch it
+_OS = types.SimpleNamespace(**{name: getattr(os, name) for name in dir(os)})  # copied before tests may patch it
 _PATH = types.SimpleNamespace(**{name: getattr(os.path, name) for name in dir(os.path)})
 _MAX_FILES = 2000
 
 
 class WorkingFolder:
-    """The files of the working folder, which both boxes have a copy of."""
+    """The files of the working folder, of which each box has a copy that follows the other's changes."""
 
     def __init__(self):
         self._root = _OS.getcwd()
@@ -28,10 +28,10 @@ class WorkingFolder:
         self._place = "."
 
     def moved(self):
-        """The folder that this side has gone to since it was last asked, by its path below; None if it has not."""
+        """The folder that this side changed to since the last call, relative to the working folder; None if none."""
         try:
             place = _PATH.relpath(_OS.getcwd(), self._root)
-        except OSError:  # it is no more
+        except OSError:  # it has been removed
             return None
         if place == self._place or place.split("/")[0] == "..":
             return None
@@ -46,6 +46,7 @@ class WorkingFolder:
             pass
 
     def _scan(self):
+        """Path -> (time, size, inode) of files, None of folders; relative paths, at most `_MAX_FILES` or so."""
         found, stack = {}, [""]
         while stack and len(found) < _MAX_FILES:
             folder = stack.pop()
@@ -68,10 +69,11 @@ class WorkingFolder:
         return found
 
     def changes(self):
-        """Paths and contents: hexadecimal, None for a folder, False for what is no more."""
+        """Changes since the last call: [path, False] of removed ones, [path, None] of new folders, and [path, contents
+        in hexadecimal, time in ns] of new and changed files."""
         now, before = self._scan(), self._known
         self._known = now
-        # Sorted backwards a folder comes after what was in it, as removing wants; forwards before, as making wants.
+        # Removals in reverse order: a folder after its contents. New ones in order: a folder before its contents.
         changed = [[name, False] for name in sorted(before, reverse=True) if name not in now]
         for name in sorted(now):
             if name in before and before[name] == now[name]:
@@ -96,7 +98,7 @@ class WorkingFolder:
             _OS.close(fd)
 
     def apply(self, changes):
-        """Do the same here."""
+        """Make the other side's changes here, except outside the working folder."""
         for name, content, *when in changes:
             if name.startswith("/") or ".." in name.split("/"):
                 continue
@@ -119,7 +121,7 @@ class WorkingFolder:
 
 
 def follow_patches(peer):
-    """Have what tests patch in libraries patched in the program's box as well."""
+    """Apply patches of `unittest.mock` that tests make in libraries in the program's box as well."""
     from unittest import mock
 
     enter, leave = mock._patch.__enter__, mock._patch.__exit__
@@ -133,7 +135,7 @@ def follow_patches(peer):
                 self._followed = place
         except Gone:
             raise
-        except Exception:  # what is not there cannot be patched there
+        except Exception:  # the program's box lacks the target: nothing to patch there
             pass
         return result
 
@@ -148,7 +150,7 @@ def follow_patches(peer):
 
 def _place(target):
     if is_mirror(target):
-        return None  # the patch itself went there
+        return None  # setting the mirror's attribute has patched the object itself
     if isinstance(target, types.ModuleType):
         return None if target.__name__ in ("tests", "sys", "__main__") else (target.__name__, [])
     if isinstance(target, type) and importable(target):
@@ -156,7 +158,7 @@ def _place(target):
     return None
 
 
-# Names by which tests know libraries, which a program may have imported for them.
+# Names that mean libraries in tests, which may count on the program's imports.
 LIBRARY_NAMES = {
     *sys.stdlib_module_names,
     "np",
@@ -175,7 +177,7 @@ _LOOKS_UP = ("LOAD_NAME", "LOAD_GLOBAL")
 
 
 def looked_up(code):
-    """Names that tests look up and do not bind themselves: those of the program, if anybody's."""
+    """Names that tests look up and do not bind themselves: they can only be the program's."""
     import dis
 
     bound = {step.argval for step in dis.get_instructions(code) if step.opname in _BINDS}
@@ -187,8 +189,8 @@ def looked_up(code):
 
 
 def comes_of_mirror(error):
-    """True for an exception that Python raised by itself where a line names an object of the other side: what that
-    object could not do, most likely."""
+    """True for an exception that Python itself raised, at a line that names an object of the other side: most likely
+    for something that the object cannot do."""
     import dis
 
     trace = error.__traceback__

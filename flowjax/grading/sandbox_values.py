@@ -1,7 +1,7 @@
 """Objects that cross from box to box: data by value, containers that both share, and mirrors of everything else.
 
-A mirror passes attributes, calls and operators on to its peer. This source runs inside the boxes, where
-`flowjax.grading.sandbox_runner` loads it under its name.
+A mirror stands for an object that stays in the other box (a proxy): it passes attributes, calls and operators on to it.
+This source runs inside the boxes, where `flowjax.grading.sandbox_runner` loads it under its module name.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -23,8 +23,8 @@ OPERATORS = {f"__{kind}{name}__" for name in _BINARY for kind in ("", "r", "i")}
 DUNDERS = [f"__{name}__" for name in _UNARY] + sorted(OPERATORS)
 OPERATORS.add("__contains__")
 _NUMBERS = ("float", "int", "complex", "index", "abs", "neg", "pos", "invert", "round", "trunc", "floor", "ceil")
-CONVERSIONS = {f"__{name}__" for name in _NUMBERS}  # into numbers, which tests go on with
-# Of classes that derive from built-in ones: what the content is said to be.
+CONVERSIONS = {f"__{name}__" for name in _NUMBERS}  # into numbers, with which tests would go on
+# Methods by which an object of a class derived from a built-in one tells its content.
 CONTENT = {*CONVERSIONS, "__getitem__", "__iter__", "__len__", "__reversed__", "__bool__"}
 # Methods that compare, as operators do.
 COMPARING = {"equals", "identical", "isclose", "allclose", "issubset", "issuperset", "isdisjoint"}
@@ -37,7 +37,7 @@ class Gone(BaseException):
 
 
 def importable(value):
-    """True if a class or function is found in its module by its name."""
+    """True if a class or function is found by its name in its module, which is not the tested program."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     name = getattr(value, "__qualname__", "")
     if module is None or not name or not isinstance(name, str) or getattr(module, "__tested__", False):
@@ -54,11 +54,11 @@ def is_standard_library(name):
 
 
 class MirrorType(type):
-    """The class of mirrored classes: what is not known here is asked for."""
+    """The metaclass of mirrored classes: attributes and operators that are not known here are asked for."""
 
     def __getattr__(cls, name):
         peer, number = type.__getattribute__(cls, "_mirror")
-        # numpy hands a comparison over to a class that has the latter.
+        # numpy leaves a comparison to a class that has `__array_ufunc__` and the like.
         if name in ("__abstractmethods__", "__set_name__", "__get__") or name.startswith("__array_"):
             raise AttributeError(name)
         return peer.ask("get", number, name)
@@ -93,12 +93,12 @@ class MirrorType(type):
 
 
 def forward(name):
-    """A method of a mirror that is carried out by the object."""
+    """A method of a mirror, carried out by the object that it stands for."""
 
     def method(self, *arguments, **keywords):
         peer, number = object.__getattribute__(self, "mirror_of")
         if name in OPERATORS and not peer.may_operate(self, arguments):
-            if name == "__contains__":  # of which `in` would take that for a yes
+            if name == "__contains__":  # `in` would take NotImplemented, which is true, for a yes
                 raise peer.refusal("an object of the program does not say what it contains")
             return NotImplemented
         if name in CONVERSIONS and not peer.may_decide(self):
@@ -112,7 +112,7 @@ def forward(name):
 
 
 def forward_unless(name, base):
-    """Likewise, of an object of a class that derives from `base`, whose method it is unless tests trust the class."""
+    """As `forward`, for a class that derives from `base`: the method is that of `base` unless tests trust the class."""
     ask = forward(name)
     built_in = getattr(base, name, None) or (base.__len__ if name == "__bool__" else ask)
 
@@ -126,7 +126,7 @@ def forward_unless(name, base):
 
 
 def attribute(name, base):
-    """A property of a mirror that is the object's attribute. The class derives from `base`."""
+    """A property of a mirror that stands for the object's attribute. The mirror's class derives from `base`."""
 
     def get(self):
         return attribute_of(self, name, base)
@@ -139,11 +139,11 @@ def attribute(name, base):
 
 
 def attribute_of(mirror, name, base=None):
-    """Attribute of an object of the other side. Where it might decide for tests that do not trust the object's class,
-    it is that of `base`, the built-in class that this one derives from.
+    """Attribute of an object of the other side; that of `base`, the built-in class that its class derives from, where
+    the object's own might decide a test that does not trust its class.
 
     Raises:
-        TypeError: it is a method that compares.
+        TypeError: it is a method that compares, of an object that is not trusted.
     """
     peer, number = object.__getattribute__(mirror, "mirror_of")
     if peer.may_decide(mirror):
@@ -152,7 +152,7 @@ def attribute_of(mirror, name, base=None):
     built_in = vars(owner)[name].__get__(mirror, type(mirror)) if owner else None
     if owner and not callable(built_in):
         return built_in
-    value = peer.ask("get", number, name)  # fields of named tuples may be called as methods of tuples are
+    value = peer.ask("get", number, name)  # a field of a named tuple may have the name of a tuple's method (`count`)
     if callable(value) and owner:
         return built_in
     if callable(value) and name in COMPARING:
@@ -161,14 +161,14 @@ def attribute_of(mirror, name, base=None):
 
 
 class Mirror:
-    """Base of all mirrors of plain objects, which have no state here."""
+    """Base of all mirrors of plain objects. A mirror has no state here."""
 
     def __getattribute__(self, name):
         if name in ("mirror_of", "_mirror_class"):
             return object.__getattribute__(self, name)
         if name == "__class__":
             return object.__getattribute__(self, "_mirror_class")
-        if name.startswith(("__torch_", "__array_")) and name != "__array__":  # libraries hand comparisons over to them
+        if name.startswith(("__torch_", "__array_")) and name != "__array__":  # libraries leave comparisons to these
             raise AttributeError(name)
         return attribute_of(self, name, type.__getattribute__(type(self), "_base"))
 
@@ -196,7 +196,7 @@ class Mirror:
 
 
 def ask_for(self, name):
-    """`__getattr__` of mirrors that are data too."""
+    """`__getattr__` of mirrors that are also data, of a class that derives from a built-in one."""
     try:
         object.__getattribute__(self, "mirror_of")
     except AttributeError:
@@ -207,7 +207,7 @@ def ask_for(self, name):
 
 
 def set_for(self, name, value):
-    """`__setattr__` of mirrors that are data too."""
+    """`__setattr__` of mirrors that are also data."""
     peer, number = object.__getattribute__(self, "mirror_of")
     peer.ask("set", number, name, value)
 
@@ -237,7 +237,7 @@ def is_mirror_class(kind):
 
 
 def mirror_of(value):
-    """The peer of a mirror, and the number that it knows the object by."""
+    """The peer of a mirror, and the number by which the peer knows the object."""
     if isinstance(value, type):
         return type.__getattribute__(value, "_mirror")
     return object.__getattribute__(value, "mirror_of")
@@ -259,7 +259,7 @@ INTERPRETER_TYPES = {  # types of the interpreter, which no module has by their 
     if isinstance(kind, type) and name.endswith("Type") and not hasattr(builtins, kind.__name__)
 }
 
-PLAIN_READERS = {  # how a value of a derived class is read past what that class brings
+PLAIN_READERS = {  # read the value of a derived class by its base's methods, which that class cannot override
     int: lambda value: int.__add__(value, 0),
     str: str.__str__,
     float: lambda value: float.__add__(value, 0.0),
@@ -279,7 +279,7 @@ def base_of(value):
 
 
 def empty_container(tag, parts):
-    """A container of a kind without content."""
+    """An empty container of the kind that `tag` names."""
     if hasattr(builtins, tag):
         return getattr(builtins, tag)()
     import collections
@@ -289,13 +289,13 @@ def empty_container(tag, parts):
 
 
 def _dict_of(value):
-    """The class whose methods reach the content of a dict, past those that a derived class brings."""
+    """The built-in class whose methods read the content of a dict, past methods that a derived class overrides."""
     ordered = sys.modules["collections"].OrderedDict if "collections" in sys.modules else dict
     return ordered if isinstance(value, ordered) else dict
 
 
 def items_of(value):
-    """The content, past methods that a derived class brings."""
+    """An iterator over the content, past methods that a derived class overrides."""
     if isinstance(value, dict):
         return _dict_of(value).items(value)
     for base in (list, set):
@@ -305,7 +305,7 @@ def items_of(value):
 
 
 def fill(container, tag, parts):
-    """Replace the content."""
+    """Replace the content of a container by decoded parts."""
     if tag == "bytearray":
         container[:] = bytes.fromhex(parts[0])
         return
@@ -372,7 +372,7 @@ def _plain(name, *parts):
 
 
 def _small_values():
-    """Writers of values of small classes: those of the modules that are loaded."""
+    """Writers by class: functions of the peer and a value that return the value encoded. For built-in classes."""
     return {
         complex: lambda peer, v: ["complex", v.real.hex(), v.imag.hex()],
         bytes: lambda peer, v: ["bytes", v.hex()],
@@ -387,7 +387,8 @@ def _small_values():
 
 
 class _Small(dict):
-    """Writers of small values, by class; those of further modules are added once these are loaded."""
+    """Writers of small values, by class. Those of a module of data are added when a value of it first comes up, so that
+    no box imports modules it does not need."""
 
     def __contains__(self, kind):
         if not dict.__contains__(self, kind) and kind.__module__ in DATA_MODULES:

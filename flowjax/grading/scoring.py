@@ -1,4 +1,4 @@
-"""The score of an answer, by the kind of its problem: as the canvas world grades.
+"""The score of an answer, by the kind of its problem, as the canvas world grades.
 
     with Scorer() as scorer:
         scorer.score("2*sqrt(2)", r"\\boxed{2\\sqrt{2}}", "math")          # Verdict(correct=True, score=1.0)
@@ -6,8 +6,8 @@
         scorer.score(program, Suite(cases, "f"), "code")                  # hidden tests, in the sandbox
 
 Only a stated answer counts: the last box, answer tag or `Answer:` line, the words after the last "the answer is", or
-else the whole text. No number is fished out of prose, no word of a program's output makes it right, and nobody is asked
-for an opinion.
+else the whole text. No number is searched for in prose, no claim in a program's output makes it right, and no model is
+asked as a judge.
 """
 
 import re
@@ -33,7 +33,7 @@ from flowjax.grading.sandbox import Limits
 
 Kind = Literal["math", "qa", "code", "choice", "general"]
 
-# What counts as saying that a question has no answer, which is the gold answer of SQuAD 2.0's unanswerable ones.
+# Gold answer of SQuAD 2.0's questions that have no answer, and the answers that count as saying so.
 UNANSWERABLE = "unanswerable"
 _SAYS_UNANSWERABLE = {"unanswerable", "no answer", "not answerable", "question is unanswerable", "cannot be answered"}
 _LETTERS = {chr(code): "" for code in range(ord("A"), ord("K"))}
@@ -47,9 +47,9 @@ _LIST = re.compile(r"\[([^\[\]]*,[^\[\]]*)\]")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`correct` is yes or no; `score`, 0 to 1, is the share of tests passed, the words in common (F1), or just that.
+    """`correct` is yes or no; `score`, 0 to 1, is the share of passed tests, the F1 of words, or 1 if correct.
 
-    `remark` says why it is not correct where there is more to say than that the answer is another.
+    `remark` is the reason for a wrong answer, where that is more than that the answer differs.
     """
 
     correct: bool
@@ -58,9 +58,10 @@ class Score:
 
 
 class Scorer:
-    """Grades from any thread: what compares formulas needs a main thread, and gets processes with one.
+    """Grades from any thread. A context manager.
 
-    Programs run in the sandbox as `flowjax.grading.code.judge` has it. A context manager.
+    Formulas can be compared only in a main thread, so that is done in processes of their own. Programs run in the
+    sandbox, by `flowjax.grading.code.judge`. `cpu_s` bounds the processor time of one comparison of formulas.
     """
 
     def __init__(
@@ -92,14 +93,14 @@ class Scorer:
         """The verdict on an answer. `gold` may be several answers, of which the best counts; for code it is the tests.
 
         Raises:
-            ValueError: `gold` is empty, not what the kind takes, or none of the `options` (by default letters).
-            GraderError: formulas cannot be compared here at all, as where math-verify is not installed.
+            ValueError: `gold` is empty, of a wrong type for the kind, or none of the `options` (by default letters).
+            GraderError: formulas cannot be compared here at all, for example because math-verify is not installed.
             NoProcessorError: this machine is too busy to compare formulas, or to run programs.
             IsolationError: programs cannot be isolated here, and nobody has accepted that.
         """
         if isinstance(gold, Suite) != (kind == "code"):
             raise ValueError(f"gold of a {kind} problem is a {type(gold).__name__}: give a Suite for code, else text")
-        answer = answer.encode(errors="replace").decode()  # half a surrogate pair cannot be sent to a process
+        answer = answer.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent to a process
         if isinstance(gold, Suite):
             return self._code(answer, gold)
         golds = [gold] if isinstance(gold, str) else list(gold)
@@ -127,14 +128,14 @@ class Scorer:
             try:
                 if self._equal(_as_printed(stated, gold), gold):
                     return Score(True, 1.0)
-            except GraderError as error:  # this answer's fault, or that of whoever installed the grader?
+            except GraderError as error:  # the fault of this answer, or of the installation? A trial call tells
                 if not self._formulas.call("x+1", "1+x"):
                     raise
                 remark = f"no verdict: {error}"
         return Score(False, 0.0, remark)
 
     def _equal(self, answer: str, gold: str) -> bool:
-        """Numbers need no process."""
+        """Compare in a process where formulas may have to be computed; numbers are compared here."""
         if is_number(gold):
             return equal(answer, gold)
         return plain_form(answer) == plain_form(gold) or bool(self._formulas.call(answer, gold))
@@ -142,7 +143,7 @@ class Scorer:
     def _code(self, answer: str, suite: Suite) -> Score:
         if not suite.cases:
             raise ValueError("gold is a Suite without tests: leave the problem out")
-        if "think>" in answer:  # a part of a program keeps the blanks before its first line
+        if "think>" in answer:  # else untouched: `without_thoughts` strips blanks, which indent a program's first line
             answer = without_thoughts(answer)
         blocks = fenced_blocks(answer)
         verdict = judge(
@@ -158,7 +159,7 @@ class Scorer:
 
 
 def words_verdict(answer: str, golds: Sequence[str]) -> Score:
-    """Exact match and F1 of SQuAD; an unanswerable question is answered by saying so. Saying nothing is no answer."""
+    """Exact match and F1 as in SQuAD; the right answer to an unanswerable question says so, and is not empty."""
     stated = stated_answer(answer)
     if UNANSWERABLE in golds:
         says_so = normalise_answer(stated) in _SAYS_UNANSWERABLE
@@ -177,7 +178,7 @@ def stated_answer(text: str) -> str:
     found = _LINE.findall(text)
     if not found:
         found = [text[match.end() :].strip().partition("\n")[0] for match in list(_DECLARED.finditer(text))[-1:]]
-    # What sets it off, with the full stop before or behind: `**42**.` The sentence after a declared answer is another.
+    # Strip emphasis and full stops around it (`**42**.`), and the next sentence after a declared answer.
     return (_NEXT_SENTENCE.split(found[-1].strip().lstrip("*_"))[0].rstrip("*_. ") if found else "") or text
 
 
