@@ -1,9 +1,10 @@
 """The configuration: every field, declared once. Recipes in `configs/` change what differs.
 
-A declaration is the default, a line of documentation, and what the value may be; checks, suggestions, `--resume` and
-docs/config.md, which `python -m flowjax.config` prints, are made from it. Numbers whose names end in `_s` are positive
-seconds, `_tokens` at least 1, `_bytes` at least 0, where nothing else is said; all have an upper end, a generous one
-where none is named (`flowjax.fields`). Rules between several fields are in `flowjax/launch/checks.py`.
+A declaration has the default, a line of documentation, and the allowed values. Checks, suggestions, `--resume` and
+docs/config.md, which `python -m flowjax.config` prints, are made from it. Unless a declaration says otherwise, numbers
+whose names end in `_s` are positive seconds, in `_tokens` at least 1, in `_bytes` at least 0; every number has an upper
+bound, a generous one where none is declared (`flowjax.fields`). Rules between several fields are in
+`flowjax/launch/checks.py`.
 """
 
 import json
@@ -33,8 +34,8 @@ from flowjax.fields import (
 )
 from flowjax.files import replace_file
 
-BASE_NAME = "base"  # of the run's own base model, also on its engines
-# Bounds of what training and evaluation each have of their own.
+BASE_NAME = "base"  # name of the run's own base model, also on its engines
+# Bounds of fields that training and evaluation both have.
 TOP_P: dict[str, Any] = {"above": 0, "at_most": 1}
 TOP_K: dict[str, Any] = {"at_least": 0, "at_most": 10**7}
 MIN_P: dict[str, Any] = {"at_least": 0, "at_most": 1}
@@ -312,6 +313,7 @@ FIELDS = Section(
         kind=Entry("ppo", "an objective (docs/losses.md)"),
         options=Free(
             "those of the objective; back at their defaults when another kind is given on the command line",
+            # A wider clip above lets unlikely tokens rise (the clip-higher of DAPO, arXiv 2503.14476, and its 0.28).
             default={"clip_low": 0.2, "clip_high": 0.28},
         ),
         kl_coefficient=Entry(0.0, "of the KL to the base model (adapter off)", at_least=0, at_most=1e6),
@@ -450,7 +452,7 @@ FIELDS = Section(
 
 
 def asks_help(argv: Sequence[str], page: str | None) -> bool:
-    """True where a command is asked for help, which is printed: absl would end with status 1 after it."""
+    """Print `page` and return True where a command is asked for help. Not left to absl, which exits with status 1."""
     if asked := bool({"--help", "-h", "--helpfull"} & set(argv)):
         print(page)
     return asked
@@ -462,14 +464,14 @@ def default_config() -> ConfigDict:
 
 
 def may_change(path: str) -> bool:
-    """Allowance of another value in a resumed run, of a field at a dotted path; of a base's and policy's own, too."""
+    """True if a resumed run may have another value in the field at a dotted path, also of one base or policy."""
     path = re.sub(r"^(bases|policies)\.[^.]+\.", "", path)
-    while (declared := FIELDS.find(path)) is None and path:  # an entry of an open section is as that is
+    while (declared := FIELDS.find(path)) is None and path:  # an entry of an open section goes by that section
         path = path.rpartition(".")[0]
     return isinstance(declared, Entry | Free) and declared.resume
 
 
-# What an open section's options belong to: another estimator, objective or world has options of its own.
+# Options -> the field that names their owner: another estimator, objective or world has other options.
 OWNER_OF_OPTIONS = {"credit.options": "credit.name", "loss.options": "loss.kind", "env.options": "env.name"}
 
 
@@ -481,19 +483,21 @@ def default_options(path: str) -> ConfigDict:
 
 
 def task_options(config: ConfigDict, source: str) -> dict[str, Any]:
-    """Options of the world that the tasks of a source are played in; "" is the only one."""
+    """Options of the world for the tasks of a source of `env.sources`; "" stands for a run without sources."""
     options = config.env.options.to_dict()
     return {**options, **config.env.sources[source].get("options", {})} if source else options
 
 
 def taught_options(config: ConfigDict, warm_start: ConfigDict, *, noisy: bool = False) -> dict[str, Any]:
-    """Options of the world that a base's demonstrations are made in, or those of its `noisy_share`; `warm_start` is the
-    base's own section."""
+    """Options of the world in which a base's demonstrations are made, or (`noisy`) those of its `noisy_share`.
+
+    `warm_start` is the base's own section.
+    """
     options = {**config.env.options.to_dict(), **warm_start.env_options.to_dict()}
     return {**options, **warm_start.noisy_env_options.to_dict()} if noisy else options
 
 
-_LEFT = ("trainer.tensorboard",)  # fields that are no more, and change nothing of what a run has trained
+_LEFT = ("trainer.tensorboard",)  # former fields, ignored in configs of older runs: they never changed the training
 
 
 def save_run(config: ConfigDict, run_dir: Path) -> None:
@@ -506,12 +510,12 @@ def load_run(run_dir: Path) -> ConfigDict:
     """The locked config of a run folder.
 
     Raises:
-        ConfigError: there is no readable config.json, or it holds what is no config.
+        ConfigError: there is no readable config.json, or it is not a config of a run.
     """
     path = run_dir / "config.json"
     try:
         saved = json.loads(path.read_text())
-        for field in _LEFT:  # a run of before is evaluated and exported as ever
+        for field in _LEFT:  # so that older runs can still be evaluated and exported
             section, _, name = field.partition(".")
             if isinstance(saved, dict) and isinstance(saved.get(section), dict):
                 saved[section].pop(name, None)

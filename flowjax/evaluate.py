@@ -78,12 +78,11 @@ from flowjax.weights.follow import WeightsError
 from flowjax.weights.publish import CheckpointError, committed_steps, has_arrays, read_adapter
 from flowjax.workflows.codec import CodecError
 
-# Between the command and the checkpoint's run:
-_MUST_AGREE = ("model.path", "policy", "workflow", "env.name", "env.options")
+_MUST_AGREE = ("model.path", "policy", "workflow", "env.name", "env.options")  # in the command and the checkpoint's run
 _WHAT = "give a run folder, or --config with one of --checkpoint, --model and --endpoint"
-_PLAYED = "evaluation.json"  # what plays, in the folder of an evaluation
-_UNBEGUN = re.compile(r"launch\.lock|(evaluation|models)\.json|\.\w+\.json\..+")  # all that `begin` may leave behind
-_NOT_SENT = {"eval.top_k": 0, "eval.min_p": 0.0, "rollout.stop": []}  # to endpoints; by what means none
+_PLAYED = "evaluation.json"  # in the folder of an evaluation: the model or checkpoints that play
+_UNBEGUN = re.compile(r"launch\.lock|(evaluation|models)\.json|\.\w+\.json\..+")  # files of a `begin` that was cut off
+_NOT_SENT = {"eval.top_k": 0, "eval.min_p": 0.0, "rollout.stop": []}  # settings no endpoint gets -> value for "none"
 _SAY_EVERY_S = 30.0
 _HEALTHY_EVERY_S = 0.2
 
@@ -93,10 +92,10 @@ class Evaluation:
     """One model or set of checkpoints to be evaluated, in a folder of its own.
 
     name: of its file in `held_out/`.
-    run: its config, and its folder.
-    checkpoints: by policy; none where a base model or an endpoint plays.
-    played: what plays, in words, as it is kept with the results.
-    trained_in: folder of the run that it is of, if any.
+    run: the evaluation's config and folder, in the form of a run.
+    checkpoints: folders by policy; empty where a base model or an endpoint plays.
+    played: description of the model or checkpoints that play, kept with the results.
+    trained_in: folder of the run whose checkpoints or base these are, if any.
     models: base models that were fetched by their ids (`flowjax.run.write_models`).
     """
 
@@ -110,8 +109,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Evaluations that one set of engines, or one endpoint, can play; `endpoint` is the config of that, `out` the
-    folder and `model` the model that the command names."""
+    """Evaluations that one set of engines, or one endpoint, can play.
+
+    `endpoint` is the endpoint's backend config, empty for engines; `out` and `model` are the command's flags.
+    """
 
     evaluations: Sequence[Evaluation]
     endpoint: Mapping[str, Any]
@@ -120,12 +121,12 @@ class EvaluationRequest:
     model: str
 
     def named(self, text: str) -> str:
-        """A message with the base model named as the command has it."""
+        """A message with the base model's field named as the command has it: --model."""
         return text.replace("config.model.path", "--model") if self.model else text
 
 
 def read_requests(argv: Sequence[str]) -> list[EvaluationRequest]:
-    """Understand the command line: a request for each run folder, or one.
+    """Read the command line: a request for each run folder, or a single one without a folder.
 
     Raises:
         ConfigError: a mistake in it, or a folder that is no run or no committed checkpoint.
@@ -135,7 +136,7 @@ def read_requests(argv: Sequence[str]) -> list[EvaluationRequest]:
     rest = argv[len(folders) :]
     requests = [_read_request(rest, Path(folder)) for folder in folders] or [_read_request(rest, None)]
     count = sum(len(request.evaluations) for request in requests)
-    if (out := requests[0].out) and count > 1:  # episodes are named alike in each
+    if (out := requests[0].out) and count > 1:  # episodes have the same names in each: they would overwrite each other
         raise ConfigError(f"--out={out} is one folder, but there are {count} evaluations: leave it out")
     return requests
 
@@ -153,8 +154,8 @@ def _read_request(argv: Sequence[str], folder: Path | None) -> EvaluationRequest
         raise ConfigError("config.eval.tasks is 0: say how many held-out tasks to play")
     config = ConfigDict(config.to_dict())
     config.eval.seed = max(config.eval.seed, 0)
-    config.update({"elsewhere": (), "dataflow": {"url": ""}})  # all that plays is started here
-    # A run's own config with what the command changes: other levels, say, or a canvas's problems of another file.
+    config.update({"elsewhere": (), "dataflow": {"url": ""}})  # all engines and workers of an evaluation start here
+    # A run's own config may be changed by the command: other levels of the world, say, or problems of another file.
     besides = ("env.options", *(("model.path", "policy") if given["endpoint"] or given["model"] else ()))
     if folder is not None and (
         conflicts := list(_conflicts(load_run(folder), config, list(config.policies), besides=besides))
@@ -170,7 +171,7 @@ def _read_request(argv: Sequence[str], folder: Path | None) -> EvaluationRequest
 
 
 def _check_sources(given: Mapping[str, Any], folder: Path | None) -> None:
-    """Refuse a command that says too little or too much of what plays."""
+    """Refuse a command that names no model to play, or more than one source of it."""
     named = [name for name in ("checkpoint", "model", "endpoint") if given[name]]
     if given["base"] and not given["checkpoint"]:
         named.append("base")
@@ -185,7 +186,7 @@ def _check_sources(given: Mapping[str, Any], folder: Path | None) -> None:
     if given["model_name"] and not given["endpoint"]:
         raise ConfigError(f"--model_name={given['model_name']} is for an endpoint: give --endpoint, or leave it out")
     for name in ("price_prompt", "price_sampled"):
-        if not 0.0 <= given[name] < math.inf:  # false of nan, too
+        if not 0.0 <= given[name] < math.inf:  # also False for nan
             raise ConfigError(f"--{name}={given[name]} is no price: give what a million tokens cost, from 0 on")
 
 
@@ -211,7 +212,7 @@ def _define(values: flags.FlagValues) -> None:
 
 
 def _endpoint(given: Mapping[str, Any], config: ConfigDict) -> dict[str, Any]:
-    """Options of the backend that speaks, by the names that `flowjax.canvas.backends.config` has for them."""
+    """Options of the endpoint's backend, by the names of `flowjax.canvas.backends.config`."""
     if not given["model_name"]:
         raise ConfigError("--model_name is missing: give the model's name at the endpoint")
     try:
@@ -236,12 +237,12 @@ def _of_model(config: ConfigDict, folder: Path | None, given: Mapping[str, Any])
     model = Path(given["model"])
     config.model.path, config.model.nano = str(model), None
     _play_bases(config)
-    name = (model if model.name.strip(".") else model.resolve()).name  # "." is a folder that has a name, too
+    name = (model if model.name.strip(".") else model.resolve()).name  # "." has a name only when resolved
     return _evaluation(config, folder, given["out"], {}, {"name": name, "model": str(model)})
 
 
 def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str, Any]) -> list[Evaluation]:
-    """The evaluations of a run's checkpoints, or of its base model, which may have none."""
+    """The evaluations of a run's checkpoints, or of its base model, for which the run needs no checkpoint."""
     policies = list(config.policies) or [config.policy.name]
     if folder is None:
         checkpoints = [_named(given["checkpoint"], config)]
@@ -266,7 +267,7 @@ def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str,
             fault = f"config.agents is {config.agents.to_dict()}, with no agent for {' or '.join(each)}"
             raise ConfigError(f"{fault}, whose checkpoint is to play: give it one, or evaluate the base model (--base)")
         for checkpoint in each.values():
-            if has_arrays(checkpoint.parent, int(checkpoint.name)):  # else engines are given what is there as it is
+            if has_arrays(checkpoint.parent, int(checkpoint.name)):  # else engines read the published files as they are
                 read_adapter(checkpoint.parent, int(checkpoint.name))
         steps = {policy: int(checkpoint.name) for policy, checkpoint in each.items()}
         of_one = ConfigDict(config.to_dict())
@@ -323,12 +324,12 @@ def _of_steps(folder: Path, policies: Sequence[str], asked: str) -> list[dict[st
 
 
 def _play_bases(config: ConfigDict) -> None:
-    """Have base models speak for every agent in place of the policies that are trained on them."""
+    """Have base models speak for all agents, in place of the policies that are trained on them."""
     run = resolve(config)
     bases = {name: policy.base.name for name, policy in run.policies.items()}
     config.agents = {agent: bases.get(model, model) for agent, model in run.agents.items()}
     config.eval.versions = (0,)  # nothing is trained
-    # Engines of policies with all weights have no copy of the base as it was: here none of them is loaded.
+    # With "full" the engines expect weights that replace the base's: here they keep the base as it is.
     config.policy.train = "lora"
     for changes in config.policies.values():
         if "train" in changes.get("policy", {}):
@@ -344,7 +345,7 @@ def _evaluation(
     *,
     called: str = "",
 ) -> Evaluation:
-    """The evaluation in its folder: that of an earlier start of the same one, or a fresh one."""
+    """The evaluation in its folder: the one where an earlier start of the same evaluation was, or a fresh one."""
     config.eval.versions = config.eval.versions or (0,)
     name = re.sub(r"[^\w@,.=-]+", "-", called or played["name"])
     bases = resolve(config).bases
@@ -352,7 +353,7 @@ def _evaluation(
         weights = [*checkpoints.values(), *(Path(base.model.path) for base in bases.values() if base.model.path)]
         played["changed_s"] = max(map(_changed_s, weights), default=0.0)
     rounded = {name: base for name, base in bases.items() if base.engine.quantize == "int8"}
-    if rounded:  # to fewer codes on a CPU
+    if rounded:  # on CPUs int8 has fewer codes: other weights, another evaluation
         played["largest_codes"] = {name: largest_code(base) for name, base in rounded.items()}
     if data := _named_data(config):
         played["data_changed_s"] = max(map(_changed_s, data))
@@ -372,22 +373,22 @@ def _evaluation(
 
 
 def _is_free(folder: Path) -> bool:
-    """True of a folder that is not there, or empty, or in which `begin` did not come to its end."""
+    """True if a folder is missing or empty, or holds only files of a `begin` that was cut off."""
     if not folder.is_dir():
         return not folder.exists()
     return all(_UNBEGUN.fullmatch(path.name) for path in folder.iterdir())
 
 
 def _same(folder: Path, config: ConfigDict, played: Mapping[str, Any]) -> bool:
-    """True if the folder holds an earlier start of this evaluation, of fewer or more tasks and samples perhaps."""
+    """True if the folder holds an earlier start of this evaluation, even with other numbers of tasks and samples."""
     try:
         saved, of = load_run(folder), json.loads((folder / _PLAYED).read_text())
     except (ConfigError, OSError, ValueError):
         return False
     saved = ConfigDict(saved.to_dict())
-    # These two may differ: what is there is kept, and what is missing is played.
+    # These two may differ: episodes that are there are kept, and missing ones are played.
     saved.eval.tasks, saved.eval.samples = config.eval.tasks, config.eval.samples
-    # These may differ in a run that is resumed, not here: other engines give other episodes.
+    # These may differ where a run is resumed, but not here: other engines give other episodes.
     if saved.eval.seed != config.eval.seed or _precisions(saved) != _precisions(config):
         return False
     places: Mapping[str, str] = of.get("checkpoints", {})  # relative ones in evaluations made before
@@ -401,14 +402,15 @@ def _precisions(config: ConfigDict) -> dict[str, tuple[str, str]]:
 
 
 def _named_data(config: ConfigDict) -> list[Path]:
-    """Files and folders of tasks that the world's options name. A row of a file is known by its place alone."""
+    """Files and folders of tasks that the world's options name. Rows have no ids but their places in a file, so a file
+    that has changed makes another evaluation."""
     sections = (config.env.options, *(source.get("options", {}) for source in config.env.sources.values()))
     named = {str(value) for section in sections for name, value in section.items() if value and name.endswith("path")}
     return [path for path in map(Path, sorted(named)) if path.exists()]
 
 
 def _changed_s(place: Path) -> float:
-    """The latest change of a file, or of a folder's files: other weights or tasks there are another evaluation."""
+    """Time of the latest change of a file, or of a folder's files, in seconds since the epoch."""
     paths = [place] if place.is_file() else place.rglob("*")
     return max((path.stat().st_mtime for path in paths if path.is_file()), default=0.0)
 
@@ -416,7 +418,7 @@ def _changed_s(place: Path) -> float:
 def _conflicts(
     trained: ConfigDict, config: ConfigDict, policies: Sequence[str], *, besides: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Fields, other than those named, in which the command differs from what these policies were trained with."""
+    """Messages on fields of `_MUST_AGREE`, except `besides`, in which the command differs from the policies' run."""
     fields = [name for name in _MUST_AGREE if name not in besides]
     compared = [(f"config.{name}", _at(trained, name), _at(config, name)) for name in fields]
     runs = resolve(trained), resolve(config)
@@ -446,7 +448,7 @@ def _at(config: ConfigDict, field: str) -> object:
 
 
 def _plain(value: object) -> object:
-    """Comparable: sections as dicts, tuples as the lists that JSON makes of them."""
+    """A value that can be compared with one from JSON: sections as dicts, tuples as lists."""
     if isinstance(value, ConfigDict):
         return {name: _plain(item) for name, item in value.items()}
     return list(value) if isinstance(value, tuple) else value
@@ -458,11 +460,11 @@ def _plain(value: object) -> object:
 def main(argv: Sequence[str]) -> int:
     if asks_help(argv, __doc__):
         return OK
-    jax.config.update("jax_platforms", "cpu")  # this process only reads: the devices are the engine's
+    jax.config.update("jax_platforms", "cpu")  # needs no accelerator, and must not take the engines' memory
     console = RunConsole()
     try:
         requests = [_with_models(request) for request in read_requests(argv)]
-        for request in requests:  # all of them before the first is played
+        for request in requests:  # all are checked before the first is played, which may take hours
             if problems := _problems(request):
                 print("\n".join(dict.fromkeys(problems)), file=sys.stderr)
                 return USER_MISTAKE
@@ -471,7 +473,7 @@ def main(argv: Sequence[str]) -> int:
                 return status
     except (BackendConfigError, CheckpointError, CodecError, ConfigError, ModelError, RunInUse, WorldError) as error:
         text = str(error)
-        print(f"config.{text}" if text.startswith("env.") else text, file=sys.stderr)  # worlds name options so
+        print(f"config.{text}" if text.startswith("env.") else text, file=sys.stderr)  # worlds leave "config." out
         return USER_MISTAKE
     except OSError as error:  # a folder that cannot be made, or a disk that is full
         remedy = explain(error) or "name a folder of your own with --out"
@@ -481,7 +483,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _with_models(request: EvaluationRequest) -> EvaluationRequest:
-    """The request, with base models fetched that are named by their ids."""
+    """The request, after fetching base models that are named by their ids."""
     if request.endpoint or not to_fetch(request.evaluations[0].run):
         return request
     found = []
@@ -528,7 +530,10 @@ def _devices(run: Run) -> Devices:
 
 
 def leases_of(evaluation: Evaluation) -> list[Lease]:
-    """The episodes that an evaluation consists of, in order: each held-out task, so many times."""
+    """The episodes of an evaluation, in order: each held-out task `eval.samples` times.
+
+    Ids and seeds depend only on a task's index and the sample's: so the same command finds which are missing.
+    """
     config = evaluation.run.config
     tasks = held_out_tasks(config)
     speaking = set(evaluation.run.agents.values())
@@ -560,7 +565,7 @@ def _is_complete(evaluation: Evaluation) -> bool:
 
 
 def _evaluate(request: EvaluationRequest, console: Console, command: Sequence[str]) -> int:
-    """Play what is missing of each evaluation, and write and print its results. Returns the exit status."""
+    """Play the missing episodes of each evaluation, then write and print its results. Returns the exit status."""
     missing = [evaluation for evaluation in request.evaluations if not _is_complete(evaluation)]
     if missing and (status := _play_missing(missing, request, console, command)):
         return status
@@ -573,7 +578,7 @@ def _evaluate(request: EvaluationRequest, console: Console, command: Sequence[st
 def _play_missing(
     missing: Sequence[Evaluation], request: EvaluationRequest, console: Console, command: Sequence[str]
 ) -> int:
-    """Play what is missing of some evaluations, which hold their folders meanwhile. Returns the exit status."""
+    """Play the missing episodes of some evaluations, with a lock on their folders. Returns the exit status."""
     folders = [evaluation.run.folder for evaluation in missing]
     python = "" if request.endpoint else missing[0].run.config.engine.python
     with contextlib.ExitStack() as held:
@@ -591,7 +596,7 @@ def _play_missing(
 
 
 def begin(evaluation: Evaluation) -> None:
-    """Make the folder: what plays, the config and the checkpoints in their places."""
+    """Make the folder: `evaluation.json`, the config, and links to the checkpoints."""
     folder = evaluation.run.folder
     folder.mkdir(parents=True, exist_ok=True)
     write_models(folder, evaluation.models)
@@ -600,7 +605,7 @@ def begin(evaluation: Evaluation) -> None:
     for policy, checkpoint in evaluation.checkpoints.items():
         published = folder / "checkpoints" / policy / checkpoint.name
         published.parent.mkdir(parents=True, exist_ok=True)
-        if not published.is_symlink():  # linked, not copied: the follower finds the version where a run would have it
+        if not published.is_symlink():  # a link, at the place where a run has its checkpoint and the follower looks
             published.symlink_to(checkpoint.absolute())
 
 
@@ -633,7 +638,10 @@ def _play(evaluations: Sequence[Evaluation], request: EvaluationRequest, console
 
 
 class _CountedBackend:
-    """The endpoint, whose tokens are noted as it replies: an attempt that fails leaves no episode, and was paid for."""
+    """The endpoint, with the tokens of each reply written to a file at once.
+
+    An attempt that fails leaves no episode that would have them, but has been paid for.
+    """
 
     def __init__(self, backend: Backend, file: Path):
         self.identity = backend.identity
@@ -648,12 +656,12 @@ class _CountedBackend:
 
 
 def _tokens_file(evaluation: Evaluation) -> Path:
-    """Tokens read and sampled of each reply of an endpoint, in all starts, a line each."""
+    """File with a line for each reply of an endpoint, of all starts: tokens read, tokens sampled."""
     return evaluation.run.folder / "endpoint-tokens.txt"
 
 
 async def _play_served(evaluation: Evaluation, endpoints: Mapping[str, str], session: RunSession) -> None:
-    """Play an evaluation against engines, whose followers bring them its checkpoints."""
+    """Play an evaluation against engines, while followers bring its checkpoints to these."""
     run = evaluation.run
     urls = {name: [endpoints[engine.name] for engine in base.engines] for name, base in run.bases.items()}
     _tell_environments(run.folder, urls)
@@ -692,7 +700,7 @@ async def _play_with(evaluation: Evaluation, player: EpisodePlayer, session: Run
         player.play,
         slots=config.rollout.max_concurrent_episodes,
         attempts=config.dataflow.max_attempts,
-        # An engine that died is started again meanwhile; an endpoint is nobody's to start.
+        # Long enough for the supervisor to restart an engine that died; an endpoint is not started by us.
         patience_s=max([config.engine.request_timeout_s, *(base.engine.start_timeout_s for base in started)]),
         report=report,
     )
@@ -711,10 +719,10 @@ def _tell_environments(run_dir: Path, urls: Mapping[str, Sequence[str]]) -> None
 
 
 def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
-    """Write `held_out/`, `results.json` and `results.md` of what has been played, and return the results.
+    """Write `held_out/`, `results.json` and `results.md` from the episodes that were played. Returns the results.
 
     Raises:
-        ConfigError: no episode came to its end, or none had a turn since all prompts are too long.
+        ConfigError: no episode has ended, or none had a turn since all prompts are too long.
     """
     run, episodes = evaluation.run, _file(evaluation).read()
     leases = leases_of(evaluation)
@@ -748,7 +756,7 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
 
 
 def _tokens_lost(evaluation: Evaluation, episodes: Iterable[Episode]) -> dict[str, int]:
-    """Tokens of an endpoint's replies that are in no episode, {} where all are."""
+    """Tokens of an endpoint's replies that are in no episode, by kind; {} where there are none."""
     if not (file := _tokens_file(evaluation)).exists():
         return {}
     lines = (line.split() for line in file.read_text().splitlines())
@@ -758,14 +766,15 @@ def _tokens_lost(evaluation: Evaluation, episodes: Iterable[Episode]) -> dict[st
         "prompt": sum(prompt for prompt, _ in replies) - sum(len(turn.prompt_ids) for turn in turns),
         "sampled": sum(sampled for _, sampled in replies) - sum(len(turn.sampled_ids) for turn in turns),
     }
-    # Below 0 where flowjax has kept episodes before it counted replies: what those starts lost is not known.
+    # Below 0 with episodes that an older flowjax kept, which did not count replies: the loss is not known then.
     return {kind: max(count, 0) for kind, count in lost.items()} if max(lost.values()) > 0 else {}
 
 
 def rewards_of(run: Run) -> dict[str, Components]:
-    """Components of the reward of every model that speaks and is paid.
+    """Components of the reward of every model that speaks for an agent and has a reward.
 
-    A base model is rewarded as the policy whose place it takes; beside policies it may be paid for something else.
+    A base model that plays alone is rewarded as the policy whose place it takes. A base model beside other agents gets
+    no reward here: it might be paid for something else than they.
     """
     alone = len(run.agents) == 1
     one = next(iter(run.policies.values())).reward if len(run.policies) == 1 else run.config.reward
@@ -779,7 +788,7 @@ def rewards_of(run: Run) -> dict[str, Components]:
 def _table(title: str, results: Mapping[str, Any]) -> Table:
     table = Table(title=Text(title, "table.title"), title_justify="left", show_header=False)
     for name, value in rows(results):
-        table.add_row(Text(name), Text(value))  # not rich's markup, whatever they are called
+        table.add_row(Text(name), Text(value))  # `Text`: a name may contain what rich reads as markup
     return table
 
 

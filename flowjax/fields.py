@@ -1,7 +1,7 @@
-"""Declared values: default, documentation, bounds and choices in one place, and what refuses every other value.
+"""Declarations of values: default, documentation, bounds and choices in one place, and the checks that these imply.
 
-`Entry` declares a value of the config, `Section` those that belong together, `Free` a section whose names are looked up
-elsewhere. `type_problem` and `option_problem` do the same for options, which a function or dataclass declares by its
+`Entry` declares one value of the config, `Section` a group of them, `Free` a section whose names are declared
+elsewhere. `type_problem` and `option_problems` check options, which a function or dataclass declares by its
 annotations.
 """
 
@@ -27,16 +27,16 @@ _KINDS: dict[Any, str] = {
     tuple: "a tuple such as ('a', 'b')",
     dict: "a dict",
 }
-_PLAIN: dict[type, type] = {bool: bool, int: float, float: float, str: str}  # type of options by that of their default
+_PLAIN: dict[type, type] = {bool: bool, int: float, float: float, str: str}  # type of a default -> that of its option
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_MOST = 10**9  # of a whole number whose declaration names no end
-_LONGEST_CHARACTERS = 4096  # of a text: as long as a path may be
-_SHOWN_CHARACTERS = 160  # of a refused value
+_MOST = 10**9  # upper bound of a whole number whose declaration names none
+_LONGEST_CHARACTERS = 4096  # of a text: the longest path of Linux
+_SHOWN_CHARACTERS = 160  # of a refused value, in a message
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Regular expression that must match the whole of a text; `remedy` says it in words."""
+    """Regular expression that a whole text must match; `remedy` tells a user in words what to give."""
 
     expression: str
     remedy: str
@@ -69,13 +69,13 @@ HOST = Pattern(rf"{_HOST}|[0-9A-Fa-f:]{{2,45}}", "give a host's name or address,
 HOST_AND_PORT = Pattern(rf"|{_HOST}:{_PORT}", "give host:port, the port from 1 to 65535")
 NO_TILDE = Pattern(r"(?!~).*", "write the home folder out: '~' is not read as one")
 NOT_EMPTY = Pattern(r".+", "give texts that are not empty")
-# The one spelling of code that a config names: a world, workflow, operator, estimator, reward, data algorithm, backend.
+# How a config names any code of a user: a world, workflow, operator, estimator, reward, data algorithm or backend.
 NAMED = Pattern(r"|\w+(\.\w+)*:\w+", "give package.module:name, such as flowjax.workflows.single:play")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Ends that a number lies between; `also` are numbers beside them that mean something of their own."""
+    """Bounds of a number; `also` are values outside them with a special meaning, such as -1."""
 
     at_least: float | None = None
     above: float | None = None
@@ -93,13 +93,13 @@ class Interval:
 
     @property
     def range(self) -> str:
-        """Both ends in words."""
+        """The bounds in words."""
         ends = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
         said = " and ".join(f"{words} {end:,}" for words, end in ends.items() if end is not None)
         return said.replace("above 0", "positive") + "".join(f", or {value}" for value in self.also)
 
 
-# Options of many functions are such numbers.
+# Annotations for options of functions and dataclasses.
 Share = Annotated[float, Interval(at_least=0, at_most=1)]
 NotNegative = Annotated[float, Interval(at_least=0)]
 Positive = Annotated[float, Interval(above=0)]
@@ -109,9 +109,9 @@ Positive = Annotated[float, Interval(above=0)]
 class Entry(Interval):
     """One field of the config. Its type is that of the default.
 
-    Ends, choices and form are those of the value, of a tuple those of each item. `of` is the type of the items of a
-    tuple that is empty by default, `length` how many items there must be, `resume` allows a resumed run another value.
-    Ends not given follow from the unit.
+    Bounds, choices and form apply to the value, or to each item of a tuple. `of`: type of the items of a tuple that is
+    empty by default. `length`: number of items that a tuple must have. `resume`: a resumed run may have another value.
+    Bounds that are not given follow from the unit.
     """
 
     default: Any
@@ -126,7 +126,7 @@ class Entry(Interval):
 
     @property
     def kind(self) -> type:
-        """Type of the value, of a tuple that of its items."""
+        """Type of the value, or of a tuple's items."""
         if not isinstance(self.default, tuple):
             return type(self.default)
         return type(self.default[0]) if self.default else self.of
@@ -158,7 +158,7 @@ class Entry(Interval):
         return None
 
     def with_unit(self, name: str) -> "Entry":
-        """The field with the unit that its name ends in, and the bounds that follow from it."""
+        """The field with the unit in which its name ends, and with the bounds of that unit where it has none."""
         unit = self.unit or (name.rpartition("_")[2] if name.rpartition("_")[2] in _UNITS else "")
         if self.kind not in (int, float) or self.choices:
             return self
@@ -171,7 +171,7 @@ class Entry(Interval):
         return bounded
 
 
-# Unit -> the end that its values begin at, and the largest: times beyond a year overflow event loops sooner or later.
+# Unit -> lower bound and largest value: event loops overflow for times that are much longer than a year.
 _UNITS: dict[str, tuple[tuple[str, float], float]] = {
     "s": (("above", 0), 366 * 24 * 3600),
     "tokens": (("at_least", 1), 2**24),
@@ -194,8 +194,8 @@ class Section:
         return config
 
     def problems(self, path: str, values: Any, *, complete: bool = True) -> Iterator[str]:
-        """Everything in `values` that the declarations do not allow, names that they lack included; and, where it is to
-        be `complete`, fields that are missing."""
+        """Messages on everything in `values` that the declarations do not allow, unknown names included; if `complete`,
+        also on missing fields."""
         if not isinstance(values, ConfigDict | Mapping):
             yield f"{path} is {shown(values)}: it is a section, set its fields"
             return
@@ -208,7 +208,7 @@ class Section:
             yield from self._missing(path, values)
 
     def lacking(self, path: str, values: ConfigDict) -> Iterator[str]:
-        """Fields that are missing, of sections inside this one, too."""
+        """Messages on missing fields, also of sections inside this one."""
         yield from self._missing(path, values)
         for name, declared in self.fields.items():
             if isinstance(declared, Section) and isinstance(inner := values.get(name), ConfigDict):
@@ -219,7 +219,7 @@ class Section:
             yield f"{path} lacks {', '.join(missing)}: start from default_config() and set fields one by one"
 
     def find(self, path: str) -> "Entry | Free | Section | None":
-        """The declaration at a dotted path."""
+        """The declaration at a dotted path; None where there is none, as inside an open section."""
         name, _, rest = path.partition(".")
         declared = self.fields.get(name)
         if not rest:
@@ -229,10 +229,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Free:
-    """A section whose names belong to what it configures: options, policies, sources of tasks.
+    """An open section, whose names depend on what it configures: options, policies, sources of tasks.
 
-    `form` is that of the names. `known` declares the only names that there are, `each` those of every entry, itself a
-    section; without either any finite value will do. Where `default` is None, the section may be None.
+    `form`: pattern of the names. `known` declares the only names allowed; `each` declares the fields of every entry,
+    which is itself a section; without either any finite value is allowed. Where `default` is None, the section may be.
     """
 
     doc: str
@@ -272,7 +272,7 @@ def _completed(name: str, declared: "Entry | Free | Section", resume: bool) -> "
 
 
 def _free_problems(path: str, value: Any) -> Iterator[str]:
-    """Numbers that are none, and what a run folder's config.json cannot hold, at any depth."""
+    """Messages on numbers that are not finite, and on values that JSON cannot hold, at any depth."""
     if isinstance(value, ConfigDict | Mapping):
         for name, inner in value.items():
             yield from _free_problems(f"{path}.{name}", inner)
@@ -286,7 +286,7 @@ def _free_problems(path: str, value: Any) -> Iterator[str]:
 
 
 def type_problem(kind: Any, value: Any) -> str | None:
-    """Remedy for a `value` that is not of the annotated type `kind` or out of its bounds; None where it is sound."""
+    """Remedy for a `value` that is not of the annotated type `kind`, or out of its bounds; None for a valid one."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or isinstance(kind, typing.TypeVar):
         return None
@@ -296,7 +296,7 @@ def type_problem(kind: Any, value: Any) -> str | None:
         broken = (each for each in arguments[1:] if isinstance(each, Interval) and not each.hold(value))
         return next((f"it must be {bounds.range}" for bounds in broken), None)
     if origin in (typing.Union, types.UnionType):
-        # Sound where any of them takes it. Of several refusals "finite" is the nearest: it is a number after all.
+        # Valid if any type of the union takes it. Of several remedies "give a finite number" fits a nan best.
         found = [text for each in arguments if (text := type_problem(each, value))]
         return None if len(found) < len(arguments) else next((text for text in found if "finite" in text), found[0])
     if origin is Literal:
@@ -306,7 +306,7 @@ def type_problem(kind: Any, value: Any) -> str | None:
         return None if value is None else "give None"
     if kind in (int, float) and isinstance(value, float) and not math.isfinite(value):
         return "give a finite number"
-    # Python's bool is an int: True would else be the number 1.
+    # In Python bool is a subclass of int: without this check True would be taken for the number 1.
     if kind is float:
         return None if isinstance(value, int | float) and not isinstance(value, bool) else f"give {_KINDS[float]}"
     if kind is int:
@@ -328,7 +328,7 @@ def type_problem(kind: Any, value: Any) -> str | None:
 
 
 def with_tuples(kind: Any, value: Any) -> Any:
-    """A value of the annotated type `kind`, in which lists, as messages bring them, are tuples where it has tuples."""
+    """A value of the annotated type `kind` whose lists are tuples where `kind` has those: messages have only lists."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if not isinstance(value, list):
         return value
@@ -340,7 +340,7 @@ def with_tuples(kind: Any, value: Any) -> Any:
 
 
 def option_problems(path: str, options: Mapping[str, Any], declared: Mapping[str, Any], owner: str) -> Iterator[str]:
-    """Faults of options at `path`, which `owner` declares by name and annotated type."""
+    """Messages on options at `path`, by what `owner` declares: names with annotated types, "**" for any name."""
     for name, value in options.items():
         if "**" in declared and name not in declared:
             continue
@@ -352,8 +352,8 @@ def option_problems(path: str, options: Mapping[str, Any], declared: Mapping[str
 
 
 def declared_types(owner: Any) -> dict[str, Any]:
-    """Annotated type of every parameter of a function or field of a dataclass; of those without one the type of the
-    default, if that is a number, a switch or a text; else Any, as of "**" where it takes any name."""
+    """Annotated type of every parameter of a function or field of a dataclass. Without an annotation it is the type of
+    the default, if that is a number, bool or text, else Any. "**" is in it if any name is taken."""
     try:
         hints = typing.get_type_hints(inspect.unwrap(owner), include_extras=True)
     except (NameError, TypeError):  # an annotation that only a type checker can resolve
@@ -365,7 +365,7 @@ def declared_types(owner: Any) -> dict[str, Any]:
 
 
 def _text_problem(text: str) -> str | None:
-    """Reason for which a text can be no file name, address or name."""
+    """Reason for which a text cannot be a file name, address or name; None where it can."""
     if len(text) > _LONGEST_CHARACTERS:
         return f"give at most {_LONGEST_CHARACTERS} characters"
     if any(character == "\x00" or "\ud800" <= character <= "\udfff" for character in text):
@@ -377,7 +377,7 @@ def load_named(field: str, path: object, refusal: type[Exception], remedy: str =
     """The function or class at `package.module:name`, which is imported.
 
     Raises:
-        refusal: there is none, or its module fails; the message has the field, the path and the remedy.
+        refusal: it does not exist, or its module fails; the message has the field, the path and the remedy.
     """
     module = load_module(field, path, refusal, remedy)
     try:
@@ -390,7 +390,7 @@ def load_named(field: str, path: object, refusal: type[Exception], remedy: str =
 
 
 def load_module(field: str, path: object, refusal: type[Exception], remedy: str) -> types.ModuleType:
-    """The module of `package.module:name`, for who says more about a name that it lacks; otherwise as `load_named`."""
+    """The module of `package.module:name`, as `load_named`, for callers with their own message on a missing name."""
     try:
         return importlib.import_module(str(path).partition(":")[0])
     except Exception as error:  # a module of the user's own may fail in any way
@@ -399,13 +399,13 @@ def load_module(field: str, path: object, refusal: type[Exception], remedy: str)
 
 
 def nearest(name: Any, known: Iterable[Any]) -> str:
-    """`" (did you mean 'x'?)"`, or nothing where no known name is alike."""
+    """`" (did you mean 'x'?)"`, or "" where no known name is similar."""
     close = difflib.get_close_matches(str(name), [str(each) for each in known], n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def shown(value: Any) -> str:
-    """A refused value as a message shows it."""
+    """A refused value as text for a message, shortened."""
     if isinstance(value, ConfigDict):
         value = value.to_dict()
     text = repr(tuple(value) if isinstance(value, list) else value)

@@ -1,6 +1,6 @@
-"""Presets that recipes share: what follows from the machine and the size of the model, not from the world.
+"""Presets that recipes share: settings that follow from the machine and the size of the model, not from the world.
 
-A recipe calls one first and then sets what is its own; what it sets after the preset counts.
+A recipe calls one first and then sets its own fields, which overwrite those of the preset.
 """
 
 import math
@@ -24,7 +24,7 @@ def find_variant(variants: Mapping[str, T], name: str, recipe: str) -> T:
     """The variant of that name; `recipe` is the recipe's `__file__`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none of that name.
     """
     if name not in variants:
         path, meant = "/".join(Path(recipe).parts[-2:]), f"{next(iter(variants))},{name}"
@@ -34,14 +34,14 @@ def find_variant(variants: Mapping[str, T], name: str, recipe: str) -> T:
 
 
 def recipe_beside(recipe: str, name: str, variant: str) -> ConfigDict:
-    """The config of a variant of `<name>.py`, which lies beside `recipe` (a recipe's `__file__`): for a recipe that is
-    another one with something changed."""
+    """The config of a variant of `<name>.py`, a recipe in the folder of `recipe` (a recipe's `__file__`): for a recipe
+    that is another one with some changes."""
     return runpy.run_path(str(Path(recipe).with_name(f"{name}.py")))["get_config"](variant)
 
 
 def nano_on_two_cores(config: ConfigDict, world: str) -> None:
-    """A model of 0.8 M parameters in float32, engine and trainer on two CPU cores: prompts as short as they come, large
-    batches of short rows, and an adapter that learns fast."""
+    """A model of 0.8 M parameters in float32, with engine and trainer on two CPU cores: the shortest prompts, large
+    batches of short rows, and a high learning rate for the adapter."""
     config.name = f"{world}-nano"
     config.model.path = f"models/nano-{world}"
     config.model.nano = ConfigDict({"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 384})
@@ -57,7 +57,7 @@ def nano_on_two_cores(config: ConfigDict, world: str) -> None:
 
 
 def as_one_conversation(config: ConfigDict) -> None:
-    """An episode as one growing conversation, with a nano base of its own: it is taught on conversations."""
+    """An episode as one growing conversation. It needs a nano base of its own, whose warm start is on conversations."""
     config.name += "-append"
     config.model.path += "-append"
     config.env.context = "append"
@@ -66,14 +66,14 @@ def as_one_conversation(config: ConfigDict) -> None:
 def one_node_8_gpus(config: ConfigDict, world: str) -> None:
     """Qwen3-8B with an adapter of rank 64 on eight GPUs of 80 GB: the engine on four, the trainer on the other four.
 
-    Each of the trainer's holds the whole base, 16 GB: nothing but the adapter's gradient then goes from one to another.
+    Each GPU of the trainer has the whole base, 16 GB (data parallel): only the adapter's gradients are then exchanged.
     """
     config.name = f"{world}-qwen3-8b"
     config.model.path = "Qwen/Qwen3-8B"
     config.policy.lora.rank = 64
     config.policy.lora.alpha = 64.0
     config.engine.tensor_parallel = 4
-    config.engine.prompts_per_request = 1  # long replies: none waits for another
+    config.engine.prompts_per_request = 1  # a request is answered as a whole: replies wait for the longest
     config.mesh.data, config.mesh.fsdp = 4, 1
     config.rollout.max_concurrent_episodes = 256
     patient(config)
@@ -83,7 +83,7 @@ def one_node_8_gpus(config: ConfigDict, world: str) -> None:
 
 def on_8_v5e_chips(variant: Variant) -> Variant:
     """A variant for `one_node_8_gpus` on one host of eight TPU chips (v5e, 16 GB each): the engine on four, the trainer
-    on the other four, over which the base is split, since none has room for it whole."""
+    on the other four. The base is sharded over these (fsdp), since no chip has room for all of it."""
 
     def build(config: ConfigDict) -> None:
         variant(config)
@@ -101,10 +101,11 @@ def one_gpu_16_gb(config: ConfigDict, world: str) -> None:
     config.model.path = "Qwen/Qwen3-0.6B"
     without_thinking(config)
     config.engine.gpu_memory_fraction = 0.45
-    # Some 27,000 tokens. Measured by the engine at its start it would depend on what the trainer holds at that moment.
+    # Some 27,000 tokens. Fixed, because vLLM would else measure free memory at its start, which depends on how much the
+    # trainer on the same GPU holds at that moment.
     config.engine.kv_cache_bytes = 3 * 1024**3
     config.engine.max_concurrent_sequences = config.rollout.max_concurrent_episodes = 64
-    config.engine.prompts_per_request = 1  # long replies: none waits for another
+    config.engine.prompts_per_request = 1  # see `one_node_8_gpus`
     config.mesh.fsdp = 1
     config.trainer.groups_per_step = 8
     config.trainer.steps = 100
@@ -116,21 +117,23 @@ def one_gpu_16_gb(config: ConfigDict, world: str) -> None:
 
 
 def without_thinking(config: ConfigDict) -> None:
-    """Qwen3 replies at once: its thoughts would have to be several times as long as the replies of these recipes, and
-    a reply that is cut within them is an invalid action."""
+    """Switch Qwen3's thinking off: its thoughts are several times as long as the replies that these recipes allow, and
+    a reply that is cut within its thoughts is an invalid action."""
     config.model.template_options = ConfigDict({"enable_thinking": False})
 
 
 def patient(config: ConfigDict) -> None:
-    """Time for a real model to come up, and for its episodes, each of which gets some ten tokens a second in a full
-    batch: the longest are those that fail, and would be missing among what is trained on."""
+    """Time limits for a real model and its episodes, each of which gets some ten tokens a second in a full batch.
+
+    The longest episodes are mostly failures: with short limits these would be missing in training, which biases it.
+    """
     config.engine.start_timeout_s = 1800.0  # weights from a slow disk, kernels that are compiled for the first time
     config.rollout.episode_timeout_s = 1800.0
-    config.trainer.step_timeout_s = 7200.0  # of a batch, whose episodes may take an hour
+    config.trainer.step_timeout_s = 7200.0  # for a batch, whose episodes may take an hour
 
 
 def lengths(config: ConfigDict, *, prompt_tokens: int, reply_tokens: int) -> None:
-    """Longest prompt and reply of a turn, and what has to hold both: the engine's context and the trainer's rows."""
+    """Longest prompt and reply of a turn, and what must hold both: the engine's context, the trainer's rows."""
     config.rollout.max_prompt_tokens = prompt_tokens
     config.rollout.max_new_tokens = reply_tokens
     config.engine.max_model_tokens = config.trainer.row_tokens = prompt_tokens + reply_tokens
@@ -140,12 +143,15 @@ def lengths(config: ConfigDict, *, prompt_tokens: int, reply_tokens: int) -> Non
 class PublishedRun:
     """Constants of one of verl-agent's example scripts, those of RewardFlow and GiGPO among them.
 
-    tasks, copies: of a batch.
-    turns: most of an episode (`env.max_steps`).
-    steps: batches.
+    tasks, copies: tasks of a batch, and episodes of each task.
+    turns: most turns of an episode (`env.max_steps`).
+    steps: batches of the run.
     mini_batch_turns: turns of an optimiser update (`ppo_mini_batch_size`).
-    options: of the estimator, `published.<estimator>`.
-    warmup: share of the run.
+    options: those of the estimator, `published.<estimator>`.
+    history: past turns that a prompt shows.
+    kl, entropy: coefficients in the loss.
+    warmup: share of the run's updates.
+    held_out, held_out_temperature, held_out_every: tasks of an evaluation, their temperature, steps between two.
     """
 
     estimator: str
@@ -170,7 +176,7 @@ class PublishedRun:
 def published_variants(
     world: str, runs: Mapping[str, PublishedRun], choose: Callable[[ConfigDict, str], None]
 ) -> dict[str, Variant]:
-    """Variants `published,<estimator>` of a recipe; `choose` sets what is the world's own."""
+    """Variants `published,<estimator>` of a recipe; `choose(config, name)` sets the world's own fields."""
 
     def build(config: ConfigDict, name: str) -> None:
         published_on_two_gpus(config, world, runs[name])
@@ -182,28 +188,28 @@ def published_variants(
 def published_on_two_gpus(config: ConfigDict, world: str, run: PublishedRun) -> None:
     """A published run on two GPUs of 80 GB, one for the engine and one for the trainer.
 
-    What differs from its script: an adapter of rank 64 is trained instead of all weights, at the rate that the scripts
-    have for adapters (3e-6; 1e-6 for all weights), since the KL is to a base that has to be kept. A batch is split into
-    as many updates as the script makes of one in which every episode takes all its turns.
+    Differences from its script: an adapter of rank 64 is trained instead of all weights, because the KL penalty needs
+    the base unchanged, at the scripts' learning rate for adapters (3e-6; 1e-6 for all weights). The number of updates
+    per batch is fixed: as many as the script makes of a batch in which every episode takes all its turns.
     """
     config.name = f"{world}-published-{run.estimator}"
     config.model.path = run.model
     config.policy.lora.rank = 64
     config.policy.lora.alpha = 64.0
     config.mesh.fsdp = 1
-    config.engine.prompts_per_request = 1  # long replies: none waits for another
+    config.engine.prompts_per_request = 1  # see `one_node_8_gpus`
     lengths(config, prompt_tokens=run.prompt_tokens, reply_tokens=run.reply_tokens)
     patient(config)
     config.env.max_turns = run.turns
     config.env.history = run.history
     config.rollout.group_size = run.copies
-    config.reward.components = ConfigDict({"env_return": 1.0})  # which the published estimators read by themselves
+    config.reward.components = ConfigDict({"env_return": 1.0})  # as the published estimators take it
     config.credit.name = f"published.{run.estimator}"
     config.credit.options = ConfigDict(dict(run.options))
     config.loss.options = ConfigDict({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token_mean"})
     config.loss.kl_coefficient = run.kl
     config.loss.entropy_coefficient = run.entropy
-    config.dataflow.max_staleness = 0  # each batch is played by the policy that it trains
+    config.dataflow.max_staleness = 0  # on-policy: each batch is played by the version that it trains
     config.trainer.groups_per_step = run.tasks
     config.trainer.updates_per_step = math.ceil(run.tasks * run.copies * run.turns / run.mini_batch_turns)
     config.trainer.steps = run.steps
