@@ -35,7 +35,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_8b_v5e  the same on one host of 8 TPU chips, v5e: docs/trainer.md   (never run)
     qwen3_0_6b    1 GPU of 16 GB, the real games, without thinking   (never run)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
-                  2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights
+                  2 x A100 80 GB: the published runs with their faults, but training an adapter and not all weights
                   (`flowjax.recipes.published_on_two_gpus`)   (never run)
     """
     config = default_config()
@@ -60,7 +60,7 @@ def _nano(config: ConfigDict) -> None:
     )
     config.env.max_turns = 12
     config.env.history = 4
-    config.env.train_tasks = 4000  # hardly one is played twice: of 96 games, success on others stayed at its 5 %
+    config.env.train_tasks = 4000  # few are played twice: trained on 96 games, success on others stayed at 5 %
     config.reward.components.invalid_actions = 0.05  # without it half of all turns still did nothing after 40 steps
     config.engine.max_model_tokens = 104
     config.rollout.max_prompt_tokens = 96
@@ -81,7 +81,7 @@ def _nano_append(config: ConfigDict) -> None:
     _nano(config)
     as_one_conversation(config)
     config.engine.max_model_tokens = 256
-    config.rollout.max_prompt_tokens = 248  # twelve turns
+    config.rollout.max_prompt_tokens = 248  # a conversation of twelve turns
     config.trainer.row_tokens = 256
     config.trainer.micro_batch_rows = 32
     config.warm_start.batch_rows = 24  # conversations
@@ -99,7 +99,7 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.trainer.groups_per_step = 16
     config.trainer.steps = 150
     config.trainer.row_tokens = 8192
-    config.model.remat = "dots"  # rows this short leave the memory for it
+    config.model.remat = "dots"  # faster than "layer", and rows this short leave the memory for it
     config.eval.tasks = 134
 
 
@@ -118,9 +118,9 @@ def _real_games(config: ConfigDict) -> None:
     config.reward.components.invalid_actions = 0.1
 
 
-# Where alfworld-download puts the games. Without a folder generated ones would be played in their place.
+# Folder into which alfworld-download writes the games. With an empty path, generated games would be played instead.
 DOWNLOADED = str(Path(os.environ.get("ALFWORLD_DATA", "~/.cache/alfworld")).expanduser())
-# GiGPO's scripts and those beside it ask for 50 turns, of which every second one asks for the inventory.
+# verl-agent's scripts of GiGPO, GRPO and RLOO have 50 turns, of which every second one asks for the inventory.
 _BESIDE: dict[str, Any] = {"model": "Qwen/Qwen2.5-1.5B-Instruct", "turns": 50, "steps": 150}
 _COMMON: dict[str, Any] = {"tasks": 16, "prompt_tokens": 2048, "mini_batch_turns": 256}
 PUBLISHED = {

@@ -83,10 +83,10 @@ def _nano(config: ConfigDict) -> None:
     config.rollout.max_prompt_tokens = 108
     config.rollout.max_new_tokens = 20
     config.trainer.steps = 45
-    config.trainer.row_tokens = 128  # most prompts are far shorter
+    config.trainer.row_tokens = 128
     config.trainer.micro_batch_rows = 64
-    config.trainer.trim_micro_batches = True
-    config.warm_start.states = 3000  # their programs really run
+    config.trainer.trim_micro_batches = True  # most prompts are far shorter than a row
+    config.warm_start.states = 3000  # few, since the demonstrations' programs really run
     config.warm_start.steps = 300
     config.warm_start.batch_rows = 64
     config.warm_start.label_noise = 0.3
@@ -95,7 +95,7 @@ def _nano(config: ConfigDict) -> None:
 def _nano_append(config: ConfigDict) -> None:
     _nano(config)
     as_one_conversation(config)
-    episode_tokens = 256  # the first prompt, and seven turns of at most twenty words said and seven heard
+    episode_tokens = 256  # the first prompt, and seven turns: at most twenty words of a reply, seven of its answer
     config.engine.max_model_tokens = config.trainer.row_tokens = episode_tokens
     config.rollout.max_prompt_tokens = episode_tokens - config.rollout.max_new_tokens
     config.trainer.micro_batch_rows = 32
@@ -110,7 +110,7 @@ def _nano_grpo(config: ConfigDict) -> None:
 
 
 def _pay_right_answers(config: ConfigDict) -> None:
-    """Nothing for structure."""
+    """Reward right answers, and no longer the structure of workflows."""
     del config.reward.components.canvas
     config.reward.components.success = 1.0
 
@@ -118,29 +118,30 @@ def _pay_right_answers(config: ConfigDict) -> None:
 def _nano_llm(config: ConfigDict) -> None:
     _nano(config)
     config.name = "canvas-nano-llm"
-    config.model.path = "models/nano-canvas-llm"  # other words than nano's: there is one executor
+    config.model.path = "models/nano-canvas-llm"  # another vocabulary than nano's: there is only one executor to name
     config.bases = ConfigDict(
         {
             "executor": {
                 "model": {"path": "models/nano-canvas-executor", "nano": config.model.nano.to_dict()},
-                "engine": {"max_model_tokens": 512},  # a program that is mended twice, and what it is asked with
+                "engine": {"max_model_tokens": 512},  # a program that is corrected twice, with the prompts for it
                 "warm_start": {"states": 60_000, "steps": 2500, "batch_rows": 56, "learning_rate": 1e-3},
             }
         }
     )
-    # The executor is taught to reply in JSON where that is wanted; a schema would cost more than the reply.
+    # The executor is taught to reply in JSON where asked to; decoding under a schema would cost more than the reply.
     backend = {"kind": "run", "base": "executor", "structured": False, "prices": {"prompt": 1.0, "sampled": 4.0}}
     options = config.env.options
     options.backends, options.default_backend = ConfigDict({"executor": backend}), "executor"
-    options.expert = "instructing"  # the base tells kinds of exercises apart, and gives them phrases that do not suit
-    options.temperature = 0.7  # so that the branches of a parallel differ
+    options.expert = "instructing"  # the base tells kinds of exercises apart, but words its instructions wrongly
+    options.temperature = 0.7  # so that parallel branches differ
     options.max_new_tokens, options.retry_new_tokens = 128, 0
-    options.step_s = 120.0  # a batch of episodes asks at once
+    options.step_s = 120.0  # all episodes of a batch ask the executor at the same time
     config.env.step_timeout_s = 150.0
     config.rollout.episode_timeout_s = 600.0
     config.dataflow.lease_s = 300.0
     config.env.train_tasks = config.warm_start.tasks = 40_000
-    # Groups that are all wrong differ by requests alone, which a division by their deviation would blow up.
+    # Groups whose answers are all wrong differ only in their numbers of requests: small differences, which GRPO's
+    # division by the deviation would blow up.
     config.credit.name = "dr_grpo"
     config.trainer.steps = 60
     config.reward.components.executor_cost = ConfigDict({"weight": 1.0, "per_calls": 50.0})
@@ -155,7 +156,7 @@ def _nano_llm_grpo(config: ConfigDict) -> None:
 def _nano_llm_sizes(config: ConfigDict) -> None:
     _nano_llm(config)
     config.name = "canvas-nano-llm-sizes"
-    config.model.path = "models/nano-canvas-llm-sizes"  # it knows the executors by name
+    config.model.path = "models/nano-canvas-llm-sizes"  # a base of its own: its vocabulary has the executors' names
     large = config.bases.executor.to_dict()
     shape = {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_size": 192}
     small = {**large, "model": {"path": "models/nano-canvas-executor-small", "nano": shape}}
@@ -168,7 +169,7 @@ def _nano_llm_sizes(config: ConfigDict) -> None:
         }
     )
     config.env.options.default_backend = "small"
-    _pay_right_answers(config)  # less what they cost: a tenth of one for a request to the large one
+    _pay_right_answers(config)  # minus costs: a request to the large model costs a tenth of a right answer
     config.reward.components.executor_cost = ConfigDict({"weight": 1.0, "per_calls": 1e6, "per_cost": 0.005})
 
 

@@ -24,7 +24,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.env.workers = 2
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "grpo"
-    config.env.step_timeout_s = 245.0  # a program that waited for a processor too long is judged a second time
+    config.env.step_timeout_s = 245.0  # time to judge twice a program that got no processor the first time
     config.dataflow.lease_s = 300.0
     find_variant(VARIANTS, arg, __file__)(config)
     return config

@@ -6,8 +6,8 @@ from flowjax.recipes import find_variant, recipe_beside
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
-    """`configs/code.py` with two policies on one base: one writes a program, the other tests for it, and what fails is
-    written anew.
+    """`configs/code.py` with two policies on one base: one writes a program, the other writes tests for it, and a
+    program that fails them is written again.
 
     Needs bubblewrap (apt-get install bubblewrap).
 
@@ -25,7 +25,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.workflow = "flowjax.workflows.writer_tester:play"
     config.policies = ConfigDict({"writer": {}, "tester": {}})
     config.agents = ConfigDict({"writer": "writer", "tester": "tester"})
-    # Half for tests that are right, half for a verdict that is; unbalanced, tests that every program passes would pay.
+    # The tester's reward: half for right tests, half for a right verdict on the program. Without balance, tests that
+    # every program passes would pay.
     half = {"weight": 0.5, "balanced": True, "most_weight": 4.0}
     config.policies.tester = ConfigDict(
         {"reward": {"components": {"partial_score": 0.5, "verdict": half}}, "credit": {"name": "dr_grpo"}}
@@ -36,8 +37,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
 def _nano(config: ConfigDict) -> None:
     config.model.path = "models/nano-code-pair"
-    config.env.step_timeout_s = 485.0  # a step may judge two programs, and each a second time on a busy machine
-    config.rollout.episode_timeout_s = 1500.0  # three steps of a busy machine
+    config.env.step_timeout_s = 485.0  # a step may judge two programs, and on a busy machine each of them twice
+    config.rollout.episode_timeout_s = 1500.0  # three steps on a busy machine
     config.dataflow.lease_s = 600.0
     config.rollout.max_prompt_tokens = 9  # a problem of eight words, and what is asked for
     config.trainer.row_tokens = 37
@@ -47,7 +48,7 @@ def _nano(config: ConfigDict) -> None:
 
 
 def _real_problems(config: ConfigDict) -> None:
-    config.env.options.held_out_path = ""  # those of configs/code.py come without solutions
+    config.env.options.held_out_path = ""  # the held-out file of configs/code.py has no solutions, which testers need
     config.env.step_timeout_s = 1205.0
     config.dataflow.lease_s = 1260.0
     config.rollout.episode_timeout_s = 3600.0

@@ -35,14 +35,14 @@ def _nano(config: ConfigDict) -> None:
     config.env.options = ConfigDict({"answer": "last_number", "digits": 2, "terms": 3, "operators": "+"})
     config.engine.max_model_tokens = 32
     config.rollout.max_prompt_tokens = 10
-    config.rollout.max_new_tokens = 12  # of a sum that is worked out
+    config.rollout.max_new_tokens = 12  # room for a sum that is worked out step by step
     config.trainer.steps = 100
     config.trainer.row_tokens = 22
-    config.optimizer.schedule = "linear"  # to 0: at a constant rate it works sums out as well, but less rightly
+    config.optimizer.schedule = "linear"  # to 0: with a constant rate it also works sums out, but with more errors
     config.warm_start.steps = 1200
     config.warm_start.states = config.warm_start.tasks = 150_000
     config.warm_start.label_noise = 0.0
-    # It knows how to work a sum out, and is used to answering at once.
+    # The base is taught to work sums out, then given the habit of answering at once: RL can find the skill again.
     config.warm_start.env_options = ConfigDict({"worked_share": 1.0})
     config.warm_start.noisy_env_options = ConfigDict({"worked_share": 0.1})
 

@@ -27,7 +27,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config.agents = ConfigDict({"solver": "solver", "verifier": "verifier"})
     config.reward.components = ConfigDict({"success": 1.0})
     config.credit.name = "grpo"
-    # Most answers are right: unbalanced, approving all of them pays. The deviation of a group would undo the weights.
+    # Most answers are right: without balance, approving all of them would pay. Dr. GRPO, because dividing by a group's
+    # deviation (GRPO) would undo the balancing weights.
     verdict = {"balanced": True, "most_weight": 4.0}
     config.policies.verifier = ConfigDict(
         {"reward": {"components": {"verdict": verdict}}, "credit": {"name": "dr_grpo"}}
@@ -40,15 +41,15 @@ def _nano(config: ConfigDict) -> None:
     nano_on_two_cores(config, "math-pair")
     config.env.options = ConfigDict({"answer": "whole", "digits": 2, "terms": 2, "operators": "+"})
     config.engine.max_model_tokens = 32
-    config.rollout.max_prompt_tokens = 13  # a sum, the word before an answer, and an answer that may be too long
+    config.rollout.max_prompt_tokens = 13  # the verifier's: a sum, the word before an answer, and the longest answer
     config.rollout.max_new_tokens = 5
     config.trainer.steps = 100
     config.trainer.row_tokens = 18
-    config.optimizer.schedule = "linear"  # to 0: few answers are wrong in the end, and weigh much
+    config.optimizer.schedule = "linear"  # to 0: in the end few answers are wrong, and their large weights are noise
     config.warm_start.steps = 1600  # sums are hard to learn: after 800 neither could tell right from wrong
     config.warm_start.noisy_share = 0.15
     config.warm_start.label_noise = 0.5
-    config.warm_start.path_noise = 0.5  # half of the answers that the verifier is taught on are wrong
+    config.warm_start.path_noise = 0.5  # half of the answers in the verifier's demonstrations are wrong
 
 
 def _nano_two_bases(config: ConfigDict) -> None:

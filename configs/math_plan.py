@@ -1,4 +1,4 @@
-"""A planner and a solver who answers with the plan before it, which learn together."""
+"""A planner, and a solver that reads its plan before it answers, which learn together."""
 
 from ml_collections import ConfigDict
 
@@ -6,7 +6,8 @@ from flowjax.recipes import find_variant, recipe_beside
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
-    """`configs/math_pair.py` with a planner before the solver in the verifier's place, both rewarded for the answer.
+    """`configs/math_pair.py` with a planner before the solver instead of a verifier after it, both rewarded for the
+    answer.
 
     nano       2 CPU cores        python -m flowjax.launch --config=configs/math_plan.py:nano
                sums of six one-digit numbers; the base leaves them to the solver, the trained planner plans
@@ -34,7 +35,7 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.row_tokens = 30
     config.warm_start.steps = 1200
     config.warm_start.states = config.warm_start.tasks = 150_000
-    # The planner knows what to write, and is used to leaving the sum to the solver.
+    # The planner's base is taught to plan, with the habit (noisy labels) of leaving the sum to the solver.
     config.warm_start.label_noise = 0.9
 
 

@@ -6,7 +6,7 @@ from flowjax.recipes import find_variant, recipe_beside, without_thinking
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
-    """`configs/math.py` with a router before two models, of which one has to answer. It alone is trained.
+    """`configs/math.py` with a router that chooses which of two models answers. Only the router is trained.
 
     nano       2 CPU cores        python -m flowjax.launch --config=configs/math_router.py:nano
                sums of two to six one-digit numbers, of which the small model has seen those of two and three;
@@ -35,7 +35,7 @@ def _nano(config: ConfigDict) -> None:
     config.warm_start.label_noise = 0.0
     shape = {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_size": 192}
     small = {"path": "models/nano-math-router-small", "nano": shape}
-    # Longer sums the small model has never seen, so that the router is trained on the large one.
+    # The small model has seen no sum of more than three terms, so the router is trained on the large model's base.
     config.bases.small = ConfigDict({"model": small, "warm_start": {"steps": 600, "env_options": {"terms": 3}}})
     config.agents.small, config.agents.large = "small", "base"
     config.rollout.max_prompt_tokens = 14  # a sum, and a word
@@ -49,7 +49,7 @@ def _qwen3_8b(config: ConfigDict) -> None:
 
 
 def _with_and_without_thinking(config: ConfigDict) -> None:
-    """The large model is the same one at a higher price."""
+    """The large model is the small one with thinking switched on, which costs more tokens."""
     without_thinking(config)
     thinking = {"path": config.model.path, "template_options": {"enable_thinking": True}}
     config.bases.large = ConfigDict({"model": thinking})

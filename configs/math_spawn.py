@@ -37,12 +37,12 @@ def _nano(config: ConfigDict) -> None:
     config.optimizer.schedule = "linear"  # to 0, as in configs/math.py
     config.warm_start.steps = 1200
     config.warm_start.states = config.warm_start.tasks = 150_000
-    # It knows how to split a sum, and is used to answering at once.
+    # The base is taught to split sums, with the habit (noisy labels) of answering at once.
     config.warm_start.label_noise = 0.9
 
 
 def _qwen3_8b(config: ConfigDict) -> None:
-    lengths(config, prompt_tokens=8192, reply_tokens=4096)  # an episode has several, one after the other
+    lengths(config, prompt_tokens=8192, reply_tokens=4096)  # an episode has several replies, one after the other
     config.rollout.episode_timeout_s = 3600.0
 
 

@@ -32,9 +32,9 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_8b_v5e  the same on one host of 8 TPU chips, v5e: docs/trainer.md   (never run)
     qwen3_0_6b    1 GPU of 16 GB, the same server, without thinking   (never run)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
-                  2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights
-                  (`flowjax.recipes.published_on_two_gpus`), and states told apart exactly. There is no script for
-                  RLOO: it has GRPO's constants   (never run)
+                  2 x A100 80 GB: the published runs with their faults, but training an adapter and not all weights
+                  (`flowjax.recipes.published_on_two_gpus`), and with states told apart exactly. There is no script
+                  for RLOO: it has GRPO's constants   (never run)
     """
     config = default_config()
     config.env.name = "flowjax.envs.search:Search"
@@ -58,11 +58,11 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.row_tokens = 34
     config.optimizer.schedule = "linear"  # to 0
     config.warm_start.env_options = ConfigDict({"hops": (1, 2)})
-    config.warm_start.tasks = 60_000  # copying names that were never seen takes as many that were
+    config.warm_start.tasks = 60_000  # so many names must be seen before the base copies names that it has never seen
     config.warm_start.states = 90_000
     config.warm_start.steps = 800
     config.warm_start.label_noise = 0.0
-    # It knows how to read on, and is used to answering by the first document.
+    # The base is taught to read on, then given the habit of answering from the first document.
     config.warm_start.noisy_share = 0.15
     config.warm_start.noisy_env_options = ConfigDict({"early_share": 0.9})
     config.eval.tasks = 512
@@ -72,7 +72,7 @@ def _nano_append(config: ConfigDict) -> None:
     _nano(config)
     as_one_conversation(config)
     config.engine.max_model_tokens = 112
-    config.rollout.max_prompt_tokens = 100  # five turns
+    config.rollout.max_prompt_tokens = 100  # a conversation of five turns
     config.trainer.steps = 50
     config.trainer.row_tokens = 106
     config.trainer.micro_batch_rows = 64
@@ -94,7 +94,7 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.trainer.groups_per_step = 64
     config.trainer.steps = 200
     config.trainer.row_tokens = 8192
-    config.model.remat = "dots"  # rows this short leave the memory for it
+    config.model.remat = "dots"  # faster than "layer", and rows this short leave the memory for it
 
 
 def _qwen3_0_6b(config: ConfigDict) -> None:

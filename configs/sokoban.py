@@ -18,7 +18,7 @@ from flowjax.recipes import (
     without_thinking,
 )
 
-_NEAR_MOVES = 3  # of a shortest solution
+_NEAR_MOVES = 3  # most moves in the shortest solution of a near room
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
@@ -36,8 +36,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_0_6b 1 GPU of 16 GB       6 x 6, without thinking
                (on an H200, four steps with a random model of 10 M parameters: docs/benchmarks/accelerators.md)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
-               2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights
-               (`flowjax.recipes.published_on_two_gpus`), and text and Qwen2.5-3B-Instruct in place of pictures and
+               2 x A100 80 GB: the published runs with their faults, but training an adapter and not all weights
+               (`flowjax.recipes.published_on_two_gpus`), and with text and Qwen2.5-3B-Instruct instead of pictures and
                Qwen2.5-VL-3B. There is no script for RLOO: it has GRPO's constants   (never run)
     """
     config = default_config()
@@ -50,12 +50,12 @@ def get_config(arg: str = "nano") -> ConfigDict:
 
 
 def _nano(config: ConfigDict) -> None:
-    """The base is taught near rooms alone; played and trained on are those that lie further."""
+    """The base's warm start has only rooms with short solutions; training and evaluation have longer ones."""
     _two_cores(config)
     config.model.path += "-near"
     config.env.options.update({"min_moves": _NEAR_MOVES + 1, "max_moves": config.env.max_turns})
     config.warm_start.env_options = ConfigDict({"min_moves": 1, "max_moves": _NEAR_MOVES})
-    config.loss.entropy_coefficient = 0.02  # without it, less is tried after ten steps, and less learnt
+    config.loss.entropy_coefficient = 0.02  # without it the policy explores less after ten steps, and learns less
 
 
 def _two_cores(config: ConfigDict) -> None:
@@ -90,7 +90,7 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.trainer.groups_per_step = 32
     config.trainer.steps = 200
     config.trainer.row_tokens = 8192
-    config.model.remat = "dots"  # rows this short leave the memory for it
+    config.model.remat = "dots"  # faster than "layer", and rows this short leave the memory for it
 
 
 def _qwen3_0_6b(config: ConfigDict) -> None:

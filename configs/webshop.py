@@ -32,7 +32,7 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_8b_v5e  the same on one host of 8 TPU chips, v5e: docs/trainer.md   (never run)
     qwen3_0_6b    1 GPU of 16 GB, the same files, without thinking   (never run)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
-                  2 x A100 80 GB: the published runs, faults included, but for an adapter in place of all weights
+                  2 x A100 80 GB: the published runs with their faults, but training an adapter and not all weights
                   (`flowjax.recipes.published_on_two_gpus`)   (never run)
     """
     config = default_config()
@@ -47,44 +47,46 @@ def get_config(arg: str = "nano") -> ConfigDict:
 def _nano(config: ConfigDict) -> None:
     nano_on_two_cores(config, "webshop")
     config.env.options = ConfigDict({"path": "", "products": 500})
-    config.env.history = 2  # chosen options, two at most, are seen nowhere else
+    config.env.history = 2  # a page does not show the options chosen on it, two at most: only past turns do
     config.env.max_turns = 12
     config.env.train_tasks = 1400
     config.reward.components.invalid_actions = 0.02
-    # Over a deviation this penalty weighs as much as a success: docs/credit.
+    # No division by the deviation: in a group without successes this penalty would weigh as much as one (docs/credit).
     config.credit.options = ConfigDict({"episode_norm": "mean", "step_norm": "mean"})
     config.engine.max_model_tokens = 110
     config.rollout.max_prompt_tokens = 94
-    config.rollout.max_new_tokens = 14  # a search for all that a goal says
-    config.rollout.temperature = 0.8  # at 1, 23 steps moved nothing
+    config.rollout.max_new_tokens = 14  # a search with all words of a goal
+    config.rollout.temperature = 0.8  # at 1, 23 steps of training changed nothing
     config.warm_start.tasks = 1400
     config.warm_start.states = 40_000
     config.warm_start.steps = 900
     config.warm_start.batch_rows = 64
     config.warm_start.label_noise = 0.0
-    # It knows how to choose options and leave what does not fit, and is used to buying what it opens first, as it is.
+    # The base is taught to choose options and to leave items that do not fit, then given the habit of buying the first
+    # item that it opens as it is.
     config.warm_start.noisy_share = 0.12
     config.warm_start.noisy_env_options = ConfigDict({"hasty_share": 0.9})
-    config.warm_start.path_noise = 0.35  # items that do not fit are seen, and left again
+    config.warm_start.path_noise = 0.35  # so that demonstrations open items that do not fit, and leave them again
     config.trainer.steps = 40
     config.trainer.row_tokens = 110
     config.trainer.micro_batch_rows = 64
     config.optimizer.warmup_steps = 2
-    config.eval.tasks = 370  # all
+    config.eval.tasks = 370  # all there are
 
 
 def _nano_append(config: ConfigDict) -> None:
     _nano(config)
     as_one_conversation(config)
     config.engine.max_model_tokens = 768
-    config.rollout.max_prompt_tokens = 752  # twelve turns
+    config.rollout.max_prompt_tokens = 752  # a conversation of twelve turns
     config.trainer.row_tokens = 768
     config.trainer.micro_batch_rows = 8
     config.warm_start.states = 24_000
     config.warm_start.steps = 350
     config.warm_start.batch_rows = 16  # conversations
     config.warm_start.noisy_env_options = ConfigDict()
-    config.warm_start.noisy_share = 0.25  # what is said is what is done there: no other way to see what does not fit
+    # A conversation's labels are its actions, so that only noisy labels lead to items that do not fit.
+    config.warm_start.noisy_share = 0.25
     config.warm_start.label_noise = 0.2
 
 
@@ -98,7 +100,7 @@ def _qwen3_8b(config: ConfigDict) -> None:
     config.trainer.groups_per_step = 16
     config.trainer.steps = 150
     config.trainer.row_tokens = 8192
-    config.model.remat = "dots"  # rows this short leave the memory for it
+    config.model.remat = "dots"  # faster than "layer", and rows this short leave the memory for it
     config.eval.tasks = 500
 
 
