@@ -3,7 +3,7 @@
 Measured over the last `config.pool.steps` steps with n nodes: w is the share of a trainer's time that it waited for
 batches (of the policy that waited most), b the share of the nodes' slots that were playing.
 
-    w > 0.10    ceil(n / (1 - w))           n nodes feed a share 1 - w of the time: so many would feed all of it
+    w > 0.10    ceil(n / (1 - w))           n nodes give a trainer 1 - w of the work that it could do
     w < 0.05    min(n, ceil(1.1 n b))       the nodes that were busy and a tenth more: the others may go
     otherwise   n
 

@@ -3,10 +3,10 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SECTIONS = {};
 const COLOURS = Array.from({length: 8}, (_, i) => `var(--line-${i})`);  // page.css has two of each, for light and dark
-// Where there are more lines than colours, the second to have one is dashed, and hollow in the legend.
+// Where there are more lines than colours, the second line of a colour is dashed, and hollow in the legend.
 const lookOf = (i) => ({colour: COLOURS[i % COLOURS.length], dashed: i >= COLOURS.length});
 
-// An element with attributes and children; texts are put in as text, never as HTML: they are what a model wrote.
+// An element with attributes and children. Strings are added as text nodes, never as HTML: a model may have written them.
 function make(name, attributes = {}, ...children) {
   const space = SVG_NAMES.has(name) ? "http://www.w3.org/2000/svg" : "http://www.w3.org/1999/xhtml";
   const element = document.createElementNS(space, name);
@@ -23,7 +23,7 @@ const SVG_NAMES = new Set(
 
 function replace(parent, ...children) { parent.replaceChildren(...children.flat(Infinity).filter(Boolean)); return parent; }
 
-// Math.min(...values) ends where a call may have no more arguments: a long run has more values.
+// Not Math.min(...values): browsers limit the number of arguments of a call, and a long run has more values.
 function lowest(values) { return values.reduce((least, value) => Math.min(least, value), Infinity); }
 function highest(values) { return values.reduce((most, value) => Math.max(most, value), -Infinity); }
 
@@ -61,7 +61,7 @@ function choice(label, options, chosen, onchange) {
   return make("label", {class: "field"}, make("span", {}, label), select);
 }
 
-// A drawing that came with a run. As an image it runs no scripts, whatever the world that drew it is.
+// A drawing by the run's world. Embedded as an image, an SVG runs no scripts: a user's world may draw anything.
 function drawing(svg, description) {
   return svg ? make("img", {class: "drawing", src: imageOf(svg), alt: description}) : null;
 }
@@ -97,15 +97,15 @@ async function open() {
   }
   try {
     await SECTIONS[name].show(name === asked ? rest : []);
-  } catch (error) {  // an address of another page, say
+  } catch (error) {  // for example an address that was copied from another page
     replace(document.getElementById(`section-${name}`), make("p", {class: "bad", role: "alert"}, `This cannot be shown: ${error.message}`), make("a", {href: `#${name}`}, "Begin anew"));
     console.error(error);
     document.body.dataset.failed = error.message;
   }
-  document.body.dataset.ready = name;  // for whoever waits until the page has been drawn
+  document.body.dataset.ready = name;  // for programs that wait until the page has been drawn
 }
 
-// What gives credit in a run: one estimator, unless policies have their own.
+// Names of a run's estimators: one, unless its policies have different ones.
 function creditOf(run) { return [...new Set(Object.values(run.estimators))].join(" and "); }
 
 function start() {
@@ -121,7 +121,7 @@ function start() {
   open();
 }
 
-// Of a page that is served: say when the run has gone on. It is not drawn anew by itself, under the eyes of a reader.
+// On a served page: offer a button once the run has gone on. The page does not reload by itself while somebody reads.
 async function follow() {
   const written = async () => (await fetch("/written")).text();
   const begun = await written();

@@ -1,4 +1,4 @@
-// Canvas: a workflow after every edit, what each of its nodes was given and gave, and the parts of the reward.
+// Canvas: a workflow after every edit, inputs and outputs of each of its nodes, and the parts of the reward.
 
 SECTIONS.canvas = {
   get absent() { return !DATA.runs.some((run) => run.world === "Canvas" && run.pieces.length); },
@@ -38,7 +38,7 @@ SECTIONS.canvas = {
   },
 };
 
-// Parts of the reward of a workflow: base + S, and C once S is high enough.
+// Parts of the reward of a workflow: base + S (structure), and C (correct answer) once S is high enough.
 function structureParts(episode) {
   if (!episode.structure) return null;
   const {base, S, C, paid} = episode.structure;

@@ -76,7 +76,7 @@ function grid(scale, share) {
   const steps = scale.first === scale.final ? [scale.first] : ticks(scale.first, scale.final, 6).filter(Number.isInteger);
   return [...parts, ...steps.map((step) => make("text", {x: scale.x(step), y: bottom + 16, "text-anchor": "middle"}, step))];
 }
-// With as many digits as tell a tick from the next.
+// A tick's value with just enough digits to differ from the next one's.
 function tickText(value, every) {
   const size = Math.abs(value), digits = (unit) => Math.max(0, unit - Math.floor(Math.log10(every) + 1e-9)) || 0;
   return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(digits(Math.floor(Math.log10(size)))) : String(+value.toFixed(digits(0)));

@@ -57,7 +57,7 @@ function stateGraph(made, group, onmove) {
   const most = Math.max(highest(nodes.map((node) => Math.abs(node.value))), 1e-9);
   svg.append(make("defs", {}, ["gain", "loss", "even"].map((kind) => make("marker", {id: `head-${kind}`, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, orient: "auto", markerUnits: "userSpaceOnUse"},
     make("path", {d: "M0 0 L8 4 L0 8 z", class: `head ${kind}`})))));
-  const labels = [];  // middles of those that are placed: none is put on another
+  const labels = [];  // those that are placed, with their middles, so that no label covers another
   const drawnEdges = edges.map((edge, i) => {
     const kind = Math.abs(edge.advantage) < 1e-3 ? "even" : edge.advantage > 0 ? "gain" : "loss";
     const [path, tx, wanted] = route(at[edge.source], at[edge.target], x, y);
@@ -88,15 +88,15 @@ function stateGraph(made, group, onmove) {
   return {element: make("div", {class: "scroll graphbox", tabindex: "0", role: "region", "aria-label": "State graph"}, svg), choose, highlight};
 }
 
-// Actions that lead from one state to the same other one share an arrow; none of them may pass for all.
+// Label of an arrow. Several actions that lead from one state to the same other one share it, so it names all or counts.
 function labelOf(edge) {
   const all = edge.actions.map((one) => one.action).join(" / ");
   return edge.actions.length > 1 && all.length > 16 ? `${edge.actions.length} actions` : edge.actions.length > 1 ? all : middle(all, 12);
 }
-// Of click[b000000440] and click[b000000228], the end tells one from the other.
+// Shortened in the middle: names such as click[b000000440] and click[b000000228] differ only at their ends.
 function middle(text, most) { return text.length > most ? `${text.slice(0, most / 2)}…${text.slice(1 - most / 2)}` : text; }
 
-// Of each state the five lines that fewest others have, in their order: what all of a page's states say tells none apart.
+// For each state the five lines that the fewest other states have, in their order: common lines tell no states apart.
 function tellingLines(views) {
   const states = new Map();
   for (const line of views.flatMap((view) => [...new Set(view.split("\n"))])) states.set(line, (states.get(line) || 0) + 1);
@@ -136,7 +136,7 @@ function showMove(panel, described, made, place, at) {
       make("li", {}, make("a", {href: `#episodes/${described.key}/${place}/${episode}`}, `episode ${episode + 1} (${wonOrLost(group.episodes[episode])}), ${spelled(turns)}`), ": ", make("code", {}, shorten(reply, 120)), " ", why))));
 }
 
-// Moves of one episode with the same reply and the same reason, such as steps against a wall, are one line.
+// Moves of one episode with the same reply and reason, such as steps against a wall, joined into one line of the list.
 function alike(group, moves) {
   const found = new Map();
   for (const [episode, t] of moves) {

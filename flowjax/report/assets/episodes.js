@@ -27,7 +27,7 @@ SECTIONS.episodes = {
         choice("Version", [["", "all"], ...values((e) => e.versions).map((version) => [version, version])], this.filters.version, set("version")),
         make("label", {class: "field"}, make("span", {}, "Words"), words),
         make("button", {type: "submit"}, "Search")), this.target);
-    return this.search(this.filters.words);  // words were looked for in what was chosen then
+    return this.search(this.filters.words);  // again: the last search was among the episodes that were chosen then
   },
   matches(one) {
     const {piece, outcome, kind, version} = this.filters;
@@ -50,7 +50,7 @@ SECTIONS.episodes = {
         if (episode.turns.some(says) || group.task.toLowerCase().includes(wanted)) found.add(`${described.key}/${g}/${e}`);
       }));
     }
-    if (search !== this.newest) return;  // another began while this one read
+    if (search !== this.newest) return;  // another search has begun while this one waited for pieces
     this.found = found;
     this.draw();
   },
@@ -122,7 +122,7 @@ function lastState(made, episode) {
     drawing(picture, made.views[episode.view]) || make("pre", {}, made.views[episode.view]))) : null;
 }
 
-// Tokens get a colour and, for those who see none, their number in the title and in an accessible description.
+// Tokens get a colour, and for readers who do not see colours their number in a title and an accessible description.
 function colourScale(made, by) {
   const valueOf = (turn, t) => by === "logprobs" ? turn.logprobs[t]
     : by === "ratio" ? (isNumber(turn.trained_logprobs?.[t]) ? Math.exp(turn.trained_logprobs[t] - turn.logprobs[t]) : null) : by === "advantage" ? turn.advantage ?? null : null;
@@ -143,7 +143,7 @@ function colourScale(made, by) {
 
 function movesAre(count) { return count === 1 ? "move is" : `${count} moves are`; }
 
-// Two episodes of one group: what they share once, then one beside the other from where they part.
+// Two episodes of one group: the moves they share once, then both side by side from where they differ.
 function sideBySide(made, group, one, two, scale, run) {
   const [left, right] = [group.episodes[one], group.episodes[two]];
   let shared = 0;

@@ -51,7 +51,7 @@ function problemsOf() {
     isTrained && !found.length && !early.length ? make("p", {class: "fine"}, "No rule of the diagnosis is broken: signal, entropy, cut and invalid replies, mismatch, skipped updates.") : null];
 }
 
-// The lines of all charts: one for every method and policy, with the same colour in each.
+// The lines of all charts: one for each method and policy, with the same colour in every chart.
 function linesOf() {
   return DATA.methods.flatMap((members) => {
     const runs = members.map((member) => DATA.runs[member]), policies = policiesOf(runs);
@@ -74,7 +74,7 @@ function trained(metric) {
 function banded(columns) {
   const byStep = new Map();
   for (const one of columns) one.x.forEach((step, i) => { if (isNumber(one.y[i]) || isName(one.y[i])) byStep.set(step, [...(byStep.get(step) || []), one.y[i]]); });
-  // A step that one seed lacks, since it ended or is behind, would be a mean of others.
+  // Only steps that all seeds have: where one has ended or is behind, the mean would jump to that of the other seeds.
   const x = [...byStep.keys()].filter((step) => byStep.get(step).length === columns.length).sort((a, b) => a - b), of = (f) => x.map((step) => byStep.get(step).find(isName) ?? f(byStep.get(step)));
   return {x, y: of((all) => all.reduce((sum, value) => sum + value, 0) / all.length), low: of((all) => Math.min(...all)), high: of((all) => Math.max(...all))};
 }
@@ -91,7 +91,7 @@ function metricCharts() {
   const known = new Set(METRICS.map(([name]) => name));
   const rest = [...new Set(DATA.runs.flatMap((run) => Object.values(run.policies).flatMap((one) => Object.keys(one.metrics))))].filter((name) => !known.has(name)).sort();
   const more = make("div", {class: "charts"});
-  if (!policiesOf(DATA.runs).length) return null;  // of an evaluation
+  if (!policiesOf(DATA.runs).length) return null;  // an evaluation has no training
   return [make("h2", {}, "Training, step by step"),
     make("p", {class: "hint"}, `${DATA.methods.some((members) => members.length > 1) ? "Lines are means over the seeds of a method, at steps that all of them have; bands reach from the lowest seed to the highest. " : ""}${SMOOTHED}`),
     make("div", {class: "charts"}, METRICS.map(([name, title, share, help]) => lineChart({title, share, help, series: trained(name)}))),
