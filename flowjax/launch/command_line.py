@@ -165,7 +165,7 @@ def nearest_field(config: ConfigDict, wrong: str) -> str | None:
         return siblings[near[0]]
     if same_name := [p for p in paths if p.endswith(f".{name}")]:
         return min(same_name, key=lambda p: (p.count("."), p))
-    if siblings:  # the section is right and has nothing alike: better to list what it has
+    if siblings:  # the section exists, and has no similar field: the caller lists its fields
         return None
     near = difflib.get_close_matches(wrong, paths, n=1, cutoff=0.6)
     return near[0] if near else None

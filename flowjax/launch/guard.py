@@ -2,8 +2,9 @@
 
 Run as a file, with the standard library only: `python -I -S guard.py <pipe> <command...>`. The supervisor holds the
 other end of the pipe and never writes: when it closes, by intent or because the supervisor was killed, every
-descendant is killed at once. SIGTERM is passed on to the role alone, which stops what it started in its own order;
-what is left once the role has gone is asked to go, then killed. The exit status is the role's, 128 + n for signal n.
+descendant is killed at once. SIGTERM is passed on to the role only, which stops what it started in its own order;
+processes that are left when the role has ended get SIGTERM, then SIGKILL. The exit status is the role's, 128 + n for
+signal n.
 """
 
 import contextlib

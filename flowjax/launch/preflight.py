@@ -138,7 +138,7 @@ def disk_bytes(run: Run, plan: dict[str, Any]) -> int:
             continue
         kept = trainer.keep_checkpoints + 1  # the one being written
         kept += trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
-        adapters = run.config.dataflow.max_staleness + 2
+        adapters = run.config.dataflow.max_staleness + 2  # versions that engines may hold (`sidecar.adapter_slots`)
         versions = trainer.keep_checkpoints + 1 if trainer.checkpoint_every > 1 else 0  # between checkpoints
         if run.is_node:  # it has the weights that engines read, and no state of the optimiser
             needed_bytes += max(kept, adapters) * saved.get("adapter_bytes", 0)

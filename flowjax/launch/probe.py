@@ -39,7 +39,7 @@ from flowjax.workflows import agents_of, demonstrates, episode_outcomes, outcome
 
 
 def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform: str = "cpu") -> dict[str, Any]:
-    """Problems, what is not ready on this machine, and the sizes that a plan shows.
+    """Problems of the config, problems of this machine only, and the sizes that a plan shows.
 
     `device_count` is the trainer's, 0 where it runs elsewhere and the count is not known; `checkpoints` the folder of
     a resumed run with a folder for each policy; `platform` JAX's name of what the trainer computes on.

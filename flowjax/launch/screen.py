@@ -268,7 +268,7 @@ _ENDED = ("done", "stopped", "failed")  # phases that outlive the launcher
 
 
 def render_status(run_dir: Path, now_s: float | None = None) -> Group:
-    """Tables of the run's roles, of its policies, and of who plays for it.
+    """Tables of the run's roles, of its policies, and of the workers that play for it.
 
     Raises:
         ConfigError: the folder holds no run.

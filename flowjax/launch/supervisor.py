@@ -339,6 +339,8 @@ class _Child:
         try:
             with log.open("ab", buffering=0) as output:
                 _write_header(output, role)
+                # -I -S: without site packages the guard starts at once, and no PYTHONPATH can break it. In a session of
+                # its own Ctrl-C does not reach the role: the launcher stops roles in order.
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_GUARD), str(watched), *role.argv],
                     stdin=subprocess.DEVNULL,

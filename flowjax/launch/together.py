@@ -4,7 +4,7 @@
 
 `environments` is a JSON list with the variables of each process. Each also gets its number (FLOWJAX_PROCESS) and
 where the first one listens (FLOWJAX_COORDINATOR): on loopback, at a port that is free at this start. The exit status is
-0 when all have ended well, else that of the first that has not; the others, which would wait for it, are killed then.
+0 when all have ended well, else that of the first that failed; the others, which would wait for it, are killed then.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Diagnosis in words: what is going wrong in a run, from the lines of its steps, and what to do about it.
+"""Diagnosis in words: faults of a run, found in the lines of its steps, each with a remedy.
 
 One table of rules, for the live screen, the summary and the report alike. A rule gets the lines of one policy, oldest
 first, and returns a sentence, or "" where it finds nothing.

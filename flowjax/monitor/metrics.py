@@ -309,7 +309,7 @@ class Progress:
     def remaining_s(self, steps: Mapping[str, int]) -> float | None:
         """Seconds to the last step of each policy at the median pace of its last steps, without the first: it compiles.
 
-        A policy without a pace yet has that of all; None while there is none.
+        A policy without a pace yet gets that of all policies; None while there is no pace at all.
         """
         left_s: list[float] = []
         for policy, last in steps.items():

@@ -115,7 +115,7 @@ def majority_at_k(answers: Sequence[str], right: Sequence[float], k: int) -> flo
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean score of the first minus that of the second, over the tasks that both have, with its 95 % interval."""
+    """Mean score of the first minus that of the second, over the tasks that both have, with its interval."""
 
     mean: float
     low: float
@@ -142,7 +142,7 @@ def difference(
     (Searle, Casella, McCulloch, Variance Components, ch. 4).
 
     Raises:
-        ValueError: fewer than two tasks, or one side alone has several seeds.
+        ValueError: fewer than two tasks, or only one side has several seeds.
     """
     seeds, tasks = (len(first), len(second)), first.shape[1]
     if tasks < 2 or first.shape[1] != second.shape[1]:

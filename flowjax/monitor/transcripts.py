@@ -30,9 +30,9 @@ _LEVEL = 6  # of zlib: a fifth smaller than 4 for 2 ms a megabyte; 9 is a twenti
 class Credit:
     """Reward and credit of one trajectory.
 
-    advantages: of each turn.
-    parts: of the advantages of an estimator that adds up several, such as that of the episode and that of the step.
-    components: of the reward, before weighting.
+    advantages: one for each turn.
+    parts: terms of which an estimator sums its advantages, by name, such as the episode's and the step's.
+    components: terms of the reward, before weighting.
     """
 
     reward: float
