@@ -40,7 +40,7 @@ def _nano(config: ConfigDict) -> None:
     config.env.step_timeout_s = 485.0  # a step may judge two programs, and on a busy machine each of them twice
     config.rollout.episode_timeout_s = 1500.0  # three steps on a busy machine
     config.dataflow.lease_s = 600.0
-    config.rollout.max_prompt_tokens = 9  # a problem of eight words, and what is asked for
+    config.rollout.max_prompt_tokens = 9  # a problem of eight words, and a word that asks for a program or a test
     config.trainer.row_tokens = 37
     config.trainer.groups_per_step = 8
     config.trainer.steps = 60

@@ -550,7 +550,7 @@ def from_check(source: str, entry: str) -> tuple[CallCase | Check, ...]:
         return whole
     if "TestCase" in source and not any(getattr(node, "name", "") == "check" for node in module.body):
         return (from_unittest(source),)
-    # Only where the code is `check` alone, and that is asserts alone: anything else may change what the calls mean.
+    # Only where the code is nothing but `check`, and that nothing but asserts: anything else may change the calls.
     definitions = [node for node in module.body if not _is_remark(node) and not _is_metadata(node)]
     if len(definitions) != 1:
         return whole

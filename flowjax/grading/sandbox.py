@@ -524,6 +524,7 @@ class _Watch:
 
 
 def _memory_file(stack: contextlib.ExitStack, data: bytes) -> int:
+    """Descriptor of a file in memory with this data, which a child inherits: nothing is written to a disk."""
     fd = os.memfd_create("box", 0)
     stack.callback(os.close, fd)
     view = memoryview(data)

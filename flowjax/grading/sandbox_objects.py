@@ -186,7 +186,7 @@ class Peer:
             raise Gone("the program answered nonsense")
         return value, message[0] == "raise"
 
-    # What is asked for
+    # Actions that the other side may ask for
 
     def _local(self, number, *, name=""):
         value = self._kept[number]
@@ -733,7 +733,7 @@ class Peer:
             body["__setattr__"] = object.__setattr__ if exception else set_for
             if exception:
                 body["__str__"] = text_of
-            # Comparisons and sums are those of the data, whatever the class says.
+            # Operators stay those of the built-in base, so that the class cannot decide comparisons.
             names = [n for n in members if n in DUNDERS and n not in OPERATORS and n != "__hash__" and not exception]
         else:
             bases = (*bases, *([] if mirrors else [Mirror]))

@@ -130,6 +130,8 @@ def bubblewrap_command(
     program could undo for itself, and a change of uid clears), and with pid 1 everything inside. It waits for the
     program, so that bwrap knows the processor time that was used.
     """
+    # `--as-pid-1`: bubblewrap adds no init of its own, so that the shell is pid 1. `--new-session`: the program cannot
+    # type into our terminal (TIOCSTI).
     command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     command += [] if drop_root else ["--unshare-user"]
     command += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
@@ -264,7 +266,7 @@ class ProcessUsage:
 
 
 class ProcessTree:
-    """A process and all its descendants, ended ones included.
+    """Times and memory of a process and all its descendants, ended ones included, read from /proc.
 
     The program is the one at depth `complete`, below those that only start it. While fewer live, it is still being
     started, which counts as awake.
