@@ -545,6 +545,7 @@ def leases_of(evaluation: Evaluation) -> list[Lease]:
             task=task,
             group_id=name,
             episode_id=f"{name}-{sample:04d}",
+            # 0 and not config.seed: runs of all seeds, and evaluations during a run, play the same held-out episodes.
             seed=episode_seed(0, index, sample),
             kind="eval",
             temperature=config.eval.temperature,
@@ -707,10 +708,12 @@ async def _play_with(evaluation: Evaluation, player: EpisodePlayer, session: Run
 
 
 def _pool(run: Run) -> EnvPool:
+    """Worker processes that hold the environments."""
     return EnvPool(workers=run.config.env.workers, step_timeout_s=run.config.env.step_timeout_s)
 
 
 def _tell_environments(run_dir: Path, urls: Mapping[str, Sequence[str]]) -> None:
+    """Set the variables by which worlds find the run's folder and its engines: before workers start, which inherit."""
     os.environ[RUN_VARIABLE] = str(run_dir)
     os.environ[ENGINES_VARIABLE] = json.dumps(dict(urls))
 

@@ -168,7 +168,7 @@ def _start_probe(run: Run, devices: Devices, checkpoints: Path | None) -> subpro
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},  # it must not take the accelerators' memory
     )
     request = {
         "config": json.loads(run.config.to_json()),
@@ -178,7 +178,7 @@ def _start_probe(run: Run, devices: Devices, checkpoints: Path | None) -> subpro
     }
     assert process.stdin is not None
     process.stdin.write(json.dumps(request))
-    process.stdin.flush()
+    process.stdin.flush()  # not closed: `communicate` does that
     return process
 
 
@@ -205,7 +205,7 @@ def _finish_probe(process: subprocess.Popen[str]) -> tuple[list[str], list[str],
 def render_plan(
     run: Run, roles: Sequence[Role], ports: Mapping[str, int], devices: Devices, found: Findings
 ) -> RenderableType:
-    """Roles, devices, batch arithmetic, memory and disk; then what stands in the way."""
+    """Batch arithmetic, devices, memory, disk, ports and roles; then the problems that are in the way."""
     parts: list[RenderableType] = [
         Text(f"plan of {run.folder}", "bold"),
         _rows("batch", batch_lines(run)),

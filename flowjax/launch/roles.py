@@ -52,7 +52,10 @@ def stop_order(run: Run) -> tuple[tuple[str, ...], ...]:
 
 
 def choose_ports(run: Run) -> dict[str, int]:
-    """A port for each server that is started here, as configured or free; kept for the whole run, restarts included."""
+    """A port for each server that is started here, as configured or free; kept for the whole run, restarts included.
+
+    Another process may take a free port before its server binds it: the restart then chooses another (`_again`).
+    """
     ports = {engine.name: engine.port or free_port() for engine in run.engines if not engine.url}
     if not run.is_node:
         return {**ports, "dataflow": run.config.dataflow.port or free_port()}

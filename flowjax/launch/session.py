@@ -1,4 +1,4 @@
-"""One run under supervision: start the roles in order, follow them on the screen, stop them, say what came of it."""
+"""One run under supervision: start the roles in order, follow them on the screen, stop them, report a failure."""
 
 import asyncio
 import contextlib
@@ -99,7 +99,7 @@ class RunSession:
             await work
         except RoleFailed as error:
             failure = error
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # by the first signal: see `_listen`
             self.say("stopping; press Ctrl-C again to stop at once")
         finally:
             await supervisor.stop(*self._stop_order)
