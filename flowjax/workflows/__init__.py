@@ -1,9 +1,14 @@
 """Episodes as async functions over named agents.
 
-An agent: messages in, one reply of one policy out, with the exact tokens that made it. The module of a workflow lists
-the agents that it asks as AGENTS, and as OUTCOMES, by agent, what each of its parts reports beside the world's outcomes
-(in place of them where `success` is among it); a launch is checked by both. EPISODE_OUTCOMES are likewise those of the
-whole, which evaluations have: the metric of a sweep is checked by them.
+An agent takes messages and gives one reply of one policy, with the exact tokens that were sampled. The module of a
+workflow declares, as literals, which are read without an import:
+
+    AGENTS             the agents that it asks
+    OUTCOMES           by agent: outcomes that each of its parts reports beside the world's, or in place of the world's
+                       where `success` is among them
+    EPISODE_OUTCOMES   the same for the whole episode, as evaluations report it
+
+A launch is checked by the first two, the metric of a sweep by the third.
 """
 
 import ast
@@ -24,13 +29,16 @@ from flowjax.fields import NAMED
 from flowjax.records import LONGEST_SHOWN, Status, Turn
 
 _LONGEST_TEXT = 4000  # characters of one text that is kept for people
-_PLAYED = ("seed", "env", "agents", "options")  # what a workflow is called with by name, `rollout.episode.Play`
+_PLAYED = ("seed", "env", "agents", "options")  # keyword arguments of a workflow (`rollout.episode.Play`)
 UNVERSIONED = -1  # version of replies from a model that is not a published policy
 
 
 class Sampled(Protocol):
-    """A completion from an engine; `spans` are the names that it served, `<policy>@<version>` for a published policy,
-    each with the number of tokens that it sampled, in their order."""
+    """A completion from an engine.
+
+    `spans` has each model name that the engine served (`<policy>@<version>` for a published policy) with the number of
+    tokens sampled under it, in their order: several where weights were replaced in the middle of the reply.
+    """
 
     @property
     def sampled_ids(self) -> Sequence[int] | np.ndarray: ...
@@ -91,7 +99,8 @@ class AgentTurns:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode. `outcome` is that of the whole, of what was played, whatever the status; `answer` as in `Episode`."""
+    """One played episode. `outcome` is that of the whole episode as far as it was played, whatever the status; `answer`
+    as in `Episode`."""
 
     parts: Sequence[AgentTurns]
     outcome: Mapping[str, float]
@@ -101,7 +110,7 @@ class Played:
 
     @property
     def turns(self) -> list[Turn]:
-        """Those of all agents."""
+        """Turns of all parts, one part after the other."""
         return [turn for part in self.parts for turn in part.turns]
 
 
@@ -114,7 +123,7 @@ def served_version(model: str) -> tuple[str, int]:
 
 
 class Agent:
-    """Speaks for whatever policy `generate` samples from."""
+    """Replies to messages with whatever policy `generate` samples from."""
 
     def __init__(self, codec: Tokens, generate: Generate):
         self._codec, self._generate = codec, generate
@@ -126,6 +135,8 @@ class Agent:
         if after is None:
             prompt_ids = self._codec.encode(messages)
         else:
+            # The sampled ids as they are: encoding the reply's text again may give other ids than those that were
+            # sampled and are trained on.
             sampled_ids = after.sampled_ids.tolist()
             follow_up = self._codec.encode_after(sampled_ids, messages)
             prompt_ids = self._codec.within_limit([*after.prompt_ids.tolist(), *sampled_ids, *follow_up])
@@ -153,11 +164,12 @@ def _versions(served: Sequence[tuple[str, int]]) -> tuple[str, int, Sequence[tup
     if len({policy for policy, _, _ in named}) != 1:
         raise ValueError(f"the engine names {', '.join(model for model, _ in served)} in one reply: that is no policy")
     spans = [(version, tokens) for _, version, tokens in named]
+    # The oldest version stands for the turn: staleness is bounded by the oldest weights in it.
     return named[0][0], min(version for version, _ in spans), spans if len(spans) > 1 else ()
 
 
 def record_turn(reply: Reply, before: Observation, step: Step, *, env_s: float, action: str = "") -> Turn:
-    """A turn: the reply to what was seen `before`, the `action` that it named, and what the world made of it."""
+    """A turn: the reply to the observation `before`, the `action` that it named, and the world's answer to that."""
     return Turn(
         policy=reply.policy,
         version=reply.version,
@@ -187,7 +199,8 @@ def _cut(value: Any) -> Any:
 
 
 def shown_as(**parts: Any) -> str:
-    """JSON of what is kept for people to read. What does not fit, or is no data, is left out: no episode ends of it."""
+    """JSON of the parts that are kept for people to read. A part that is too long, or that JSON cannot hold, is left
+    out: no episode fails because of it."""
     kept: dict[str, str] = {}
     for name, part in parts.items():
         try:
@@ -198,12 +211,13 @@ def shown_as(**parts: Any) -> str:
         except (TypeError, ValueError):
             continue
         if text not in ("null", '""') and sum(map(len, kept.values())) + len(text) + 100 < LONGEST_SHOWN:
+            # 100 characters are for the names and punctuation around the parts.
             kept[name] = text
     return "{" + ", ".join(f'"{name}": {text}' for name, text in kept.items()) + "}" if kept else ""
 
 
 def declared(module: str, name: str) -> Any:
-    """The value of a module's constant of this name, () where it has none or makes it as it runs."""
+    """The value of a module's constant, () where it has none, or none that is a literal."""
     for node in _statements(_file(module)):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and name in _assigned_names(node):
             with contextlib.suppress(ValueError):
@@ -288,8 +302,9 @@ def _file(module: str) -> str:
 
 
 def _statements(origin: str) -> list[ast.AST]:
-    """Those of a file outside its functions and classes, none where it is not Python's: it is read and not run, which
-    may take seconds.
+    """Statements of a Python file outside its functions and classes; none for a file of another kind.
+
+    The file is parsed and not imported: an import runs it, and may take seconds.
 
     Raises:
         WorldError: it cannot be read as Python.
@@ -309,7 +324,7 @@ def _outermost(block: ast.AST) -> Iterator[ast.AST]:
 
 
 def _defined_names(statements: Iterable[ast.AST]) -> set[str]:
-    """Names that a module binds outside its functions and classes, "*" where it takes another module's."""
+    """Names that a module binds outside its functions and classes, "*" where it has a star import."""
     names: set[str] = set()
     for node in statements:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -11,7 +11,7 @@ from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from flowjax.envs import Message
 from flowjax.fields import nearest
 
-# Names that a template is given anyhow: by us, by transformers, and the special tokens.
+# Names that every template is given: by us, by transformers, and the special tokens.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 _GIVEN |= {f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
 _OPENED = re.compile(r"<think>\s*\Z")
@@ -21,13 +21,13 @@ _MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own 
 def _load(folder: Path) -> Any:
     """The tokenizer of a model folder, by the rules in its tokenizer.json.
 
-    AutoTokenizer gives some families, and folders that name one of its classes, the rules of that class in their place:
-    other ids than the model was trained on. It imports torch, too, seconds before a role's first line.
+    Not by AutoTokenizer: for some model families, and for folders that name one of its classes, it applies the rules of
+    that class instead, which give other ids than the model was trained on. It also imports torch, which takes seconds.
     """
     from transformers import PreTrainedTokenizerFast
 
     loaded: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    loaded._tokenizer.no_truncation()  # tokenizer.json may hold that of whoever trained it last
+    loaded._tokenizer.no_truncation()  # tokenizer.json may hold the truncation and padding of a training run
     loaded._tokenizer.no_padding()
     return loaded
 
@@ -67,13 +67,13 @@ def _template_variables(source: str) -> set[str]:
     Raises:
         CodecError: it is no template.
     """
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # which parses here and renders nothing
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # it only parses here
     try:
         tree = environment.parse(_MARKS.sub("", source))
     except TemplateSyntaxError as error:
         raise CodecError(f"the model's chat_template cannot be read ({error}): download its tokenizer again") from error
-    # What is set in one branch and read in another counts as unset for jinja. An option that has a default is set too,
-    # but then the template asks first: `x is defined`, or `x | default(...)`.
+    # jinja counts a name that one branch sets and another one reads as undeclared, so names that the template sets are
+    # left out. An option with a default is set, too, but after a test: `x is defined`, or `x | default(...)`.
     asked = {
         each.node.name
         for each in tree.find_all((nodes.Test, nodes.Filter))
@@ -86,8 +86,8 @@ def _template_variables(source: str) -> set[str]:
 class Codec:
     """The tokenizer of one model folder.
 
-    Rendering a chat template costs more than a nano model's tokens, so its text around the contents is kept for every
-    sequence of roles where the template proves to copy contents unchanged.
+    Rendering a chat template costs more than sampling from a nano model. So the template's text around the contents is
+    cached by the sequence of roles, where a trial rendering shows that the template copies contents unchanged.
     """
 
     def __init__(
@@ -112,8 +112,9 @@ class Codec:
                 f"the tokenizer in config.model.path {folder} has no chat_template: use a chat model's tokenizer"
             )
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        # `|` takes the first alternative that matches, and one special token may be the start of another.
         longest_first = sorted(map(re.escape, special), key=len, reverse=True)
-        self._special = re.compile("|".join(longest_first) or r"(?!)")
+        self._special = re.compile("|".join(longest_first) or r"(?!)")  # (?!) matches nothing
         self._limit = max_prompt_tokens
         self._options = dict(template_options or {})
         if self._options:
@@ -132,13 +133,13 @@ class Codec:
 
     @functools.cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Special token with which the template ends a turn, where that is not the end of a sequence.
+        """The special token with which the template ends a turn, where it is not the tokenizer's end-of-sequence token.
 
-        Models with a chat template that were not tuned on it end a sequence with another one.
+        They differ in base models that have a chat template but were not tuned on it.
         """
         try:
             after = self._between(("user",))[0]
-        except CodecError:  # a template in which it has no one place
+        except CodecError:  # the template changes contents, so that its text after them cannot be found
             return ()
         found = self._special.match(after.lstrip())
         end = self._tokenizer.convert_tokens_to_ids(found.group()) if found else self.eos_token_id
@@ -165,8 +166,8 @@ class Codec:
     def encode_after(self, reply: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Token ids that follow the sampled `reply` when the conversation goes on with `messages`.
 
-        What the template puts between the reply's text and the next reply; the token that ends a reply only where the
-        reply itself lacks it, because it was cut. Contents lose the white space around them, as many templates have it.
+        They are the template's text between this reply and the next one. The token that ends a reply is among them only
+        where the reply was cut, and so lacks it. White space around contents is stripped, as many templates do.
         """
         text = self._between(tuple(message["role"] for message in messages))
         pieces = [text[0]]
@@ -174,8 +175,8 @@ class Codec:
             pieces += self._plain(message["content"]).strip(), after
         ids = self._tokenize("".join(pieces))
         last = reply[-1] if len(reply) else None
-        # Gemma's replies end with a special token that is not the tokenizer's end of sequence, Llama 2's template has a
-        # space before it.
+        # The end token is looked for in the template's text, and not taken to be `eos_token_id`: Gemma's replies end
+        # with another special token. Llama 2's template has a space before it.
         if last not in ids or self._tokenizer.decode([last], skip_special_tokens=True):
             return ids
         end = ids.index(last)
@@ -188,7 +189,7 @@ class Codec:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a reply, special tokens left out, with the <think> that its prompt may end with.
 
-        A thought that is cut has no other sign of being one.
+        Where the thinking was cut, this tag is the only sign that the text is thinking.
         """
         return self._opened + self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
@@ -218,7 +219,7 @@ class Codec:
     def _plain(self, content: str) -> str:
         """The content with a zero-width space in all that would be read as a special token.
 
-        A document, or another agent's reply, could otherwise end its turn and speak as somebody else.
+        Otherwise a document, or another agent's reply, could end its turn and speak in another role.
         """
         return self._special.sub(lambda found: f"{found.group()[0]}\u200b{found.group()[1:]}", content)
 
@@ -250,6 +251,7 @@ class Codec:
         """
         if not set(roles) <= {"system", "user"}:
             return None
+        # White space around each, so that a template that strips contents is recognised as one that changes them.
         contents = [f" \n<content {i}>\n " for i in range(len(roles))]
         text = self._render([{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)])
         pieces = []

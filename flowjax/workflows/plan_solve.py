@@ -1,8 +1,8 @@
-"""A planner writes a plan, and a solver answers with the plan before it.
+"""A planner writes a plan, and a solver answers with that plan in its prompt.
 
-For worlds whose episode is one action. The plan and the answer are a part each, and both are rewarded for the answer
-being right: a plan is as good as what is made of it. AstraFlow's plan-and-solve (reference workflow `plan_and_solve`),
-in any such world. In compact prompts a plan is what the planner works out of the problem in words of the world.
+For worlds whose episode is one action. The plan and the answer are one part each, and both are rewarded if the answer
+is right: a plan is worth what the solver makes of it. AstraFlow's plan-and-solve (reference workflow `plan_and_solve`),
+in any such world. In compact prompts a plan is a list of partial results, in words of the world.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,6 +54,7 @@ async def play(
         reply = await agents[PLANNER].act(to_plan(options.world, problem, options.prompt))
         plan = without_thoughts(reply.text)
         outcome["planned"] = float(bool(plan))
+        # The plan is part of the solver's state, so that answers after different plans count as other states.
         planned = Observation(problem.view, problem.legal_actions, state_key(problem.state_key, PLAN, plan))
         before = Observation(problem.view, (), state_key(problem.state_key, PLAN))
         turn = record_turn(reply, before, Step(planned, 0.0, True, bool(plan)), env_s=0.0, action=plan)
@@ -93,9 +94,9 @@ def vocabulary() -> tuple[str, ...]:
 def demonstrations(
     world: World, tasks: Tasks, *, label_noise: float, style: Style, rng: np.random.Generator, **_: Any
 ) -> Iterator[list[Exchange]]:
-    """Plans and answers of an expert, in turn, without end, for generated sums: a plan is what the halves come to.
+    """Plans and answers of an expert, in turn, without end, for generated sums: a plan is the values of the two halves.
 
-    A share `label_noise` of the problems has no plan: the habit of a planner who leaves them to the solver.
+    A share `label_noise` of the problems has an empty plan: the habit of a planner that leaves the work to the solver.
     """
 
     for problem, right, _wrong in answered(world, tasks, style, rng):

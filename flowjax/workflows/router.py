@@ -1,8 +1,8 @@
 """A router chooses which of two models answers: the small one, or the large one where the small one would fail.
 
-For worlds whose episode is one action. Both models answer every problem, also in evaluation: only then is it known
-what the other choice would have come to. The choice is rewarded with 1 for the cheapest model that is right, 1/2 where
-none is, 0 for another one, and -1/2 for a reply that names none. AstraFlow's router (reference workflow `router`), in
+For worlds whose episode is one action. Both models answer every problem, also in evaluation: only so is the result of
+the other choice known. The choice is rewarded with 1 for the cheapest model that is right, 0 for another model, 1/2
+where no model is right, and -1/2 for a reply that names no model. AstraFlow's router (reference workflow `router`), in
 any such world.
 """
 
@@ -38,11 +38,11 @@ the problem, and the large one if only that will. Do not solve it. End with exac
 async def play(
     task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
 ) -> Played:
-    """A choice, and the answers of both models; without a choice the small one's counts.
+    """A choice, and the answers of both models; without a choice the small model's answer counts.
 
-    The episode succeeds by the chosen model, whose answer is its own. Its outcomes besides: `small_success` and
-    `large_success`, what they reach alone; `either_success`, which a perfect router would reach; and `large_chosen`,
-    the price. The choice has them too, and its `score` as it is rewarded.
+    The episode's success and answer are those of the chosen model. Its other outcomes: `small_success` and
+    `large_success`, which each model reaches alone; `either_success`, which a perfect router would reach; and
+    `large_chosen`, the price. The choice's part reports all of them, and its reward as `score`.
     """
     outcome = dict.fromkeys((*options.world.OUTCOMES, *EPISODE_OUTCOMES), 0.0)
     parts: list[AgentTurns] = []
@@ -74,7 +74,7 @@ async def play(
 
 
 def score_choice(choice: str, right: Mapping[str, float]) -> float:
-    """Reward of a choice ("" for none), `right` being 1 for each model that answers rightly, the cheapest first."""
+    """Reward of a choice ("" for none). `right` is 1 for each model whose answer is right, the cheapest model first."""
     if not choice:
         return -0.5
     solving = [model for model, success in right.items() if success >= 1.0]
@@ -108,8 +108,8 @@ def demonstrations(
 ) -> Iterator[list[Exchange]]:
     """Answers of an expert, and choices, in turn, without end.
 
-    A share `label_noise` of the answers is wrong. Who chooses knows nothing of the models, and sends the longer of two
-    problems that follow each other to the large one, and one that is as long as the last to either.
+    A share `label_noise` of the answers is wrong. The expert chooses without knowing the models: a problem longer than
+    the one before it goes to the large model, a shorter one to the small model, and one as long to either at random.
     """
     last = 0
     for problem, right, wrong in answered(world, tasks, style, rng):

@@ -9,10 +9,10 @@ from flowjax.records import Status, Task, Turn
 from flowjax.workflows import Agent, AgentTurns, Played, Reply, record_turn, shown_as
 from flowjax.workflows.codec import PromptTooLong
 
-OUTCOMES = {"agent": ("turns", "invalid_actions", "env_return")}  # that `play` adds to the world's own
+OUTCOMES = {"agent": ("turns", "invalid_actions", "env_return")}  # `play` adds them to the world's
 EPISODE_OUTCOMES = ("turns", "invalid_actions", "env_return")
 DEFAULT_HISTORY: Mapping[Style, int] = {"instruct": 2, "compact": 0}
-AGENTS = ("agent",)  # those that it asks: `config.agents` says who speaks for them
+AGENTS = ("agent",)  # `config.agents` names the policy or base model of each
 AGENT = AGENTS[0]
 
 
@@ -46,22 +46,23 @@ async def take_turn(
     env: RemoteEnv,
     after: Reply | None = None,
 ) -> Move:
-    """Ask `agent`, who sees `observation` worded as `messages`, and do what it says. `after` as for `Agent.act`."""
+    """Ask `agent` with `messages`, the wording of `observation`, and do what it says. `after` as for `Agent.act`."""
     return await do(await agent.act(messages, after=after), observation, options=options, env=env)
 
 
 async def do(reply: Reply, observation: Observation, *, options: EpisodeOptions, env: RemoteEnv) -> Move:
-    """Do what a reply to `observation` says."""
+    """Carry out the action that a reply to `observation` names."""
     action, well_formed = options.world.read(reply.text, observation.legal_actions, options.prompt)
     started_s = time.perf_counter()
     step = await env.step(action)
+    # An action can be read out of a reply that breaks the format: it is played, and the turn is invalid all the same.
     step = replace(step, valid=step.valid and well_formed)
     turn = record_turn(reply, observation, step, env_s=time.perf_counter() - started_s, action=action)
     return Move(reply, action, step, turn)
 
 
 def turn_counts(turns: Sequence[Turn]) -> dict[str, float]:
-    """The outcomes that a workflow adds to the world's own, of the turns that count together."""
+    """Outcomes of one part's turns that a workflow adds to the world's."""
     return {
         "turns": float(len(turns)),
         "invalid_actions": float(sum(not turn.valid for turn in turns)),
@@ -75,7 +76,7 @@ async def play(
     """Play `task` until it ends or `options.max_turns` actions are taken.
 
     A reply that names no legal action is a turn like any other: the world answers "" with `valid=False`. When the
-    prompt grows too long or the environment dies, the turns so far come back with that status; errors of the engine
+    prompt grows too long or the environment dies, the turns so far are returned with that status. Errors of the engine
     pass through.
     """
     world = options.world
@@ -106,7 +107,7 @@ async def play(
         status, error = "truncated", str(too_long)
     except EnvDied as died:
         status, error = died.status, str(died)
-    if not turns:  # otherwise the world has said them, and what it leaves out must not pass for a failure
+    if not turns:  # after a turn the world has reported them; one that it leaves out must not count as 0, a failure
         outcome = dict.fromkeys(world.OUTCOMES, 0.0)
     outcome |= turn_counts(turns)
     last = shown_as(view=observation.view) if observation is not None else ""

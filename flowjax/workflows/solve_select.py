@@ -2,8 +2,8 @@
 
 For worlds whose episode is one action. Each attempt is a part of its own, rewarded for being right, and so is the
 choice: 1 for the only right answer, 0 for the only wrong one or a reply without a choice, and 1/2 where both are right
-or both wrong, which is nobody's merit. AstraFlow's solve-and-select (reference workflow `code_solve_and_select`), in
-any such world. The selector reasons before its choice; in compact prompts its reasoning is its own answer.
+or both wrong, so that no choice is better. AstraFlow's solve-and-select (reference workflow `code_solve_and_select`),
+in any such world. The selector reasons before its choice; in compact prompts its reasoning is its own answer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, turn_counts
 from flowjax.workflows.solver_verifier import SOLVER, answered, attempt, near_miss, parse_choice, question
 
-OUTCOMES = {"selector": ("success", "score")}  # of every choice; some have `decided_right`, too
+OUTCOMES = {"selector": ("success", "score")}  # of every choice; also `decided_right` where the attempts differ
 EPISODE_OUTCOMES = ("success", "first_success", "either_success")
 AGENTS = ("solver", "selector")
 SELECTOR = AGENTS[1]
@@ -45,11 +45,11 @@ One of them may be wrong. Work out which one is right; then end with exactly <fi
 async def play(
     task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
 ) -> Played:
-    """Two attempts and a choice; without one the first attempt counts.
+    """Two attempts and a choice; without a choice the first attempt counts.
 
-    The episode succeeds by the chosen attempt, whose answer is its own. Its outcomes besides: `first_success`, and
-    `either_success`, which a perfect selector would reach. Those of the choice: `success` as the episode's, `score` as
-    it is rewarded, and `decided_right` where the attempts differ: 1 for the right one.
+    The episode's success and answer are those of the chosen attempt. Its other outcomes: `first_success`, and
+    `either_success`, which a perfect selector would reach. The choice's outcomes: `success`, the episode's; `score`,
+    its reward; and `decided_right` where only one attempt is right: 1 if that one was chosen.
     """
     parts: list[AgentTurns] = []
     outcome = {"success": 0.0, "first_success": 0.0, "either_success": 0.0}
@@ -80,7 +80,7 @@ async def _choose(
     rights: tuple[float, ...],
     parts: list[AgentTurns],
 ) -> int:
-    """Place of the chosen attempt."""
+    """Index of the chosen attempt; appends the choice to `parts`."""
     problem = await env.reset(task, seed)
     reply = await selector.act(_to_select(options.world, problem, options.prompt, *said))
     choice = parse_choice(without_thoughts(reply.text), "final", CHOICES, options.prompt)
@@ -121,8 +121,8 @@ def demonstrations(
 ) -> Iterator[list[Exchange]]:
     """Attempts and choices of an expert, in turn, without end.
 
-    A share `path_noise` of the answers shown to the selector is another one than the expert's, half of them near
-    misses; a share `label_noise` of all replies is a wrong answer, or the choice of one who holds that for right.
+    A share `path_noise` of the answers shown to the selector is not the expert's: in compact prompts half of them are
+    near misses. A share `label_noise` of all replies is a wrong answer, or the choice of a selector that believes one.
     """
     for problem, right, wrong in answered(world, tasks, style, rng):
         slip = near_miss(right, rng) if style == "compact" else wrong
@@ -139,7 +139,7 @@ def _shown(right: str, wrong: str, style: Style, path_noise: float, rng: np.rand
 
 
 def _choice_reply(held: str, shown: list[str], style: Style, rng: np.random.Generator) -> str:
-    """The choice of one who holds the answer `held` for right; either one where both or none of them is that."""
+    """The choice of a selector that believes the answer `held`; random where both or neither of those shown is it."""
     agreeing = [choice for choice, answer in zip(CHOICES, shown, strict=True) if answer == held]
     choice = agreeing[0] if len(agreeing) == 1 else CHOICES[rng.integers(len(CHOICES))]
     return f"{held} {choice}" if style == "compact" else f"<final>{choice.upper()}</final>"

@@ -19,7 +19,7 @@ from flowjax.workflows import Agent, AgentTurns, Played, record_turn
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, take_turn, turn_counts
 
-OUTCOMES = {"verifier": ("success", "answer_right")}  # of every verdict; each has another one besides
+OUTCOMES = {"verifier": ("success", "answer_right")}  # of every verdict; also one of `approved_right`, `rejected_wrong`
 EPISODE_OUTCOMES = ("success", "attempts", "approved", "verdict_right")
 AGENTS = ("solver", "verifier")
 SOLVER, VERIFIER = AGENTS
@@ -56,9 +56,9 @@ async def play(
 ) -> Played:
     """One attempt, one verdict, and another attempt if the verdict is a rejection.
 
-    The episode succeeds by its last attempt, whose answer is its own. Its outcomes besides: `attempts`, `approved`,
-    `verdict_right`. Those of a verdict: `success` where it agrees with the truth, `answer_right`, and `approved_right`
-    or `rejected_wrong`, whichever the answer called for.
+    The episode's success and answer are those of the last attempt. Its other outcomes: `attempts`, `approved`,
+    `verdict_right`. A verdict's outcomes: `success` where it agrees with the truth; `answer_right`, the truth; and the
+    same success as `approved_right` where the answer is right, as `rejected_wrong` where it is wrong.
     """
     parts: list[AgentTurns] = []
     outcome = {"success": 0.0, "attempts": 0.0, "approved": 0.0, "verdict_right": 0.0}
@@ -89,11 +89,13 @@ async def attempt(
     parts: list[AgentTurns],
     review: str = "",
 ) -> tuple[str, str, float]:
-    """One attempt, which becomes a part: the solver's reply without thoughts, its answer in the form that the world
-    compares, and whether it is right."""
+    """Play one attempt and append it to `parts`.
+
+    Returns the solver's reply without thoughts, its answer in the form that the world compares, and its success.
+    """
     observation = await env.reset(task, seed)
     asked = _asked(options.world, observation, options.prompt, rejected, review)
-    if rejected or review:  # who has read more is in another state
+    if rejected or review:  # a solver that has read a review is in another state than one that has not
         observation = replace(observation, state_key=state_key(observation.state_key, rejected, review))
     move = await take_turn(solver, asked, observation, options=options, env=env)
     step = move.step
@@ -112,7 +114,10 @@ async def _judge(
     right: float,
     parts: list[AgentTurns],
 ) -> tuple[str, str, float]:
-    """The verdict ("" for none), the reply, both without thoughts, and 1 if the verdict agrees with the truth."""
+    """Ask the verifier and append its verdict to `parts`.
+
+    Returns the verdict ("" for none), the reply without thoughts, and 1 if the verdict agrees with the truth.
+    """
     problem = await env.reset(task, seed)
     reply = await verifier.act(_to_judge(options.world, problem, options.prompt, answer))
     review = without_thoughts(reply.text)
@@ -134,13 +139,15 @@ def parse_verdict(reply: str, style: Style = "instruct") -> str:
 
 
 def parse_choice(reply: str, tag: str, choices: Sequence[str], style: Style) -> str:
-    """The choice in the last tags; without tags the last word in compact style, else the whole reply; "" for none.
-    Choices are in lower case."""
+    """The choice inside the last `<tag>`. Without tags: the last word in compact style, else the whole reply.
+
+    `choices` are in lower case. "" where the reply names none of them.
+    """
     text = reply.lower().strip()
     inside = between_tags(text, tag)
     if inside == text and style == "compact":
         inside = text.rpartition(" ")[2]
-    text = (inside or "").strip().strip(" .*`'\"")  # as a model may set it off
+    text = (inside or "").strip().strip(" .*`'\"")  # punctuation and Markdown around it
     return text if text in choices else ""
 
 
@@ -159,7 +166,7 @@ def _to_judge(world: World, problem: Observation, style: Style, answer: str) -> 
 
 
 def question(world: World, problem: Observation) -> str:
-    """The problem in words, without the form of an answer that its solver is asked for, where the world has it so."""
+    """The problem in words: the view's `question` where it has one, else the solver's prompt with its answer format."""
     return getattr(problem.view, "question", None) or world.prompt(problem, [], "instruct")[-1]["content"]
 
 
@@ -183,9 +190,8 @@ def demonstrations(
 ) -> Iterator[list[Exchange]]:
     """Attempts, verdicts and second attempts of an expert, in turn, without end.
 
-    A share `path_noise` of the answers shown to the verifier is another one than the expert's, half of them near
-    misses; a share `label_noise` of all replies is replaced by a wrong answer, or by the verdict of one who holds that
-    answer for right.
+    A share `path_noise` of the answers shown to the verifier is not the expert's: in compact prompts half of them are
+    near misses. A share `label_noise` of all replies is a wrong answer, or the verdict of a verifier that believes one.
     """
     del max_turns, context, history
     for problem, right, wrong in answered(world, tasks, style, rng):
@@ -202,7 +208,7 @@ def demonstrations(
 def answered(
     world: World, tasks: Tasks, style: Style, rng: np.random.Generator
 ) -> Iterator[tuple[Observation, str, str]]:
-    """Problems of the tasks with an expert's reply and one at random, without end."""
+    """Problems of the tasks, each with an expert's reply and a random one, without end."""
     env = world.env()
     while True:
         for index in range(len(tasks)):
@@ -212,7 +218,7 @@ def answered(
 
 
 def near_miss(reply: str, rng: np.random.Generator) -> str:
-    """The reply with one of its digits changed."""
+    """The reply with one word that is a single digit changed to another digit; the same reply if it has none."""
     words: Sequence[str] = reply.split()
     digits = [i for i, word in enumerate(words) if word.isdigit() and len(word) == 1]
     if not digits:
@@ -223,6 +229,6 @@ def near_miss(reply: str, rng: np.random.Generator) -> str:
 
 
 def _verdict_reply(held: str, shown: str, style: Style) -> str:
-    """The verdict on the answer `shown` by one who holds the answer `held` for right."""
+    """The verdict on the answer `shown`, by a verifier that believes the answer `held`."""
     verdict = APPROVE if shown == held else REJECT
     return f"{held} {verdict}" if style == "compact" else f"<verdict>{verdict}</verdict>"

@@ -1,9 +1,9 @@
-"""An agent answers a problem, or has parts of it answered by helpers of its kind, who may do the same.
+"""An agent answers a problem at once, or first has helpers answer parts of it; helpers may have helpers, too.
 
-For worlds whose episode is one action. Each agent is a part of its own; all are rewarded alike, by the answer that the
-first one gives in the end. AstraFlow's spawning workflow (reference workflow `spawn_rlvr`), with helpers of helpers and
-a budget: `config.env.max_turns` replies in all, of which those that a spawn still needs are set aside when it is made.
-Agents that may reply at the same time do, and in an order that never changes, so that evaluations can be repeated.
+For worlds whose episode is one action. Each agent is a part of its own, and all parts have the same reward: that of the
+first agent's final answer. AstraFlow's spawning workflow (reference workflow `spawn_rlvr`), with helpers of helpers and
+a budget of `config.env.max_turns` replies. A spawn reserves its replies in it: one for each helper, and one for the
+answer after them. Agents that can reply at the same time do, in a fixed order, so that evaluations can be repeated.
 """
 
 import asyncio
@@ -46,11 +46,11 @@ Now give your own answer."""
 
 @dataclass(eq=False)
 class _Respondent:
-    """An agent that was asked something: its helpers' tasks and what they answered, once they have."""
+    """An agent with a problem to answer, the tasks that it gave to helpers, and their answers so far."""
 
     problem: Observation
     parent: "_Respondent | None" = None
-    place: int = 0  # of its task among the parent's
+    place: int = 0  # index of its task among the parent's
     tasks: Sequence[str] = ()
     answers: dict[int, str] = field(default_factory=dict[int, str])
     turns: list[Turn] = field(default_factory=list[Turn])
@@ -61,12 +61,12 @@ class _Respondent:
 
     @property
     def seen(self) -> Observation:
-        """Its problem, and what its helpers answered."""
+        """Its problem; after a spawn, with a state key that has the helpers' answers in it."""
         said = [self.answers[place] for place in range(len(self.tasks))]
         return replace(self.problem, state_key=state_key(self.problem.state_key, *said)) if said else self.problem
 
     def may_spawn(self, tasks: Sequence[str], left: int) -> bool:
-        """True where so many helpers, and its own answer after theirs, are within the bounds."""
+        """True where these helpers, and the agent's own answer after theirs, are within the limits: one spawn each."""
         return not self.tasks and self.depth < DEPTH and 0 < len(tasks) <= MOST_TASKS and len(tasks) + 1 <= left
 
     def spawn(self, tasks: Sequence[str], reply: Reply) -> list["_Respondent"]:
@@ -76,7 +76,7 @@ class _Respondent:
         return [_Respondent(Observation(text, (), state_key(text)), self, place) for place, text in enumerate(tasks)]
 
     def answer(self, reply: Reply) -> list["_Respondent"]:
-        """Hand the answer on: to the parent, who is next where it was the last that it waited for."""
+        """Give the answer to the parent. Returns the parent, as next to reply, if it waits for no other answer."""
         assert self.parent is not None
         said = without_thoughts(reply.text)
         self._record(reply, Step(self._after(said), 0.0, terminal=True, valid=bool(said)), said)
@@ -95,8 +95,8 @@ async def play(
 ) -> Played:
     """The agent's answer, after those of its helpers where it has asked for any.
 
-    A spawn is in vain of an agent that has had helpers, at the last level, with more than `MOST_TASKS` tasks, or where
-    the replies left do not do: its turn is invalid, and there is no answer. Outcome besides: `helpers`, their number.
+    A spawn is refused of an agent that has had helpers or is at the last level, with no task or more than `MOST_TASKS`,
+    and where too few replies are left: the turn is then invalid, its answer empty. Other outcome: `helpers`, a count.
     """
     asked: list[_Respondent] = []
     outcome = dict.fromkeys(options.world.OUTCOMES, 0.0)
@@ -104,7 +104,7 @@ async def play(
     error = answer = ""
     try:
         asked.append(_Respondent(await env.reset(task, seed)))
-        ready, left = list(asked), options.max_turns - 1
+        ready, left = list(asked), options.max_turns - 1  # one is the first agent's
         while ready:
             turned = zip(ready, await _replies(ready, agents, options), strict=True)
             ready = []
@@ -116,7 +116,7 @@ async def play(
                     asked += helpers
                     ready += helpers
                     continue
-                reply = reply if tasks is None else replace(reply, text="")  # a spawn in vain is no answer
+                reply = reply if tasks is None else replace(reply, text="")  # a refused spawn is no answer
                 if one.parent is not None:
                     ready += one.answer(reply)
                     continue
@@ -138,10 +138,10 @@ async def play(
 
 
 async def _replies(ready: Sequence[_Respondent], agents: Mapping[str, Agent], options: EpisodeOptions) -> list[Reply]:
-    """Their replies, which are sampled at the same time."""
+    """Replies of the agents, in their order, sampled at the same time."""
     said = [agents[HELPER if one.parent else AGENT].act(_messages(one, options.world, options.prompt)) for one in ready]
-    found = await asyncio.gather(*said, return_exceptions=True)  # none is left to itself when another fails
-    # A prompt that is too long ends the episode by the policy's fault: only where nothing else is wrong.
+    found = await asyncio.gather(*said, return_exceptions=True)  # when one fails, the others still end here
+    # A prompt that is too long truncates the episode, as the policy's fault. Any other error is raised before it.
     errors = [each for each in found if isinstance(each, BaseException)]
     for error in sorted(errors, key=lambda error: isinstance(error, PromptTooLong)):
         raise error
@@ -156,7 +156,7 @@ def _messages(one: _Respondent, world: World, style: Style) -> list[Message]:
 def worded(
     messages: list[Message], tasks: Sequence[str], answers: Sequence[str], style: Style, depth: int = 0
 ) -> list[Message]:
-    """Messages with the answers of helpers where there are any, or else with the offer of some."""
+    """Messages with the helpers' answers where there are any, else with the offer of some (not on the last level)."""
     if style == "compact":
         more = f" {GOT} {f' {AND} '.join(answers)}" if answers else ""
     elif answers:
@@ -168,7 +168,7 @@ def worded(
 
 
 def parse_spawn(reply: str, style: Style = "instruct") -> list[str] | None:
-    """The tasks of a reply that asks for helpers, none where they cannot be read; None where it asks for nobody."""
+    """The tasks of a reply that asks for helpers, [] where they cannot be read; None for a reply that asks for none."""
     text = without_thoughts(reply)
     if style == "compact":
         first, _, rest = text.strip().partition(" ")
@@ -178,7 +178,7 @@ def parse_spawn(reply: str, style: Style = "instruct") -> list[str] | None:
         return None
     try:
         tasks = json.loads(rest.partition("</spawn>")[0])["tasks"]
-        "".join(tasks).encode()  # half a surrogate pair is no text
+        "".join(tasks).encode()  # raises for a lone surrogate, which UTF-8 cannot encode
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
     sound = isinstance(tasks, list) and all(isinstance(each, str) and each.strip() for each in tasks)
@@ -196,7 +196,7 @@ def demonstrations(
 ) -> Iterator[list[Exchange]]:
     """Spawns, helpers' answers and answers after them of an expert, without end, for generated sums.
 
-    A share `label_noise` of the problems it answers at once: the habit of one who knows how to split them.
+    A share `label_noise` of the problems is answered at once, although they could be split.
     """
 
     for problem, right, _wrong in answered(world, tasks, style, rng):
@@ -221,7 +221,7 @@ def spawn_reply(tasks: Sequence[str], style: Style) -> str:
 
 
 def split_sum(question: str) -> list[tuple[str, str]]:
-    """Two sums that a generated sum of four terms or more is made of, and what they are; nothing of another problem."""
+    """The two halves of a generated sum of four or more terms, each with its value; [] for any other problem."""
     terms = question.removesuffix("=?").split("+")
     if len(terms) < 4 or not all(term.isdecimal() for term in terms):
         return []

@@ -1,10 +1,10 @@
 """A writer hands in a program, a tester writes tests for it, and where the program fails them the writer tries again.
 
-For the code world. The tests decide: a first program that passes all of them is final; of two programs it is the one
-that passes more, the second where both pass as many. Every program is a part of its own and rewarded by the problem's
-hidden tests; the tests are rewarded for being right and for agreeing with those. After AstraFlow (arXiv 2605.15565,
-workflow `code_actor_and_verify_v2`), where the last program is final and pays the tester; the rewards are those of its
-third version.
+For the code world. The tests decide which program is final: the first one if it passes all of them; else the one of the
+two that passes more, the second on a tie. Every program is a part of its own and rewarded by the problem's hidden
+tests; the tests are rewarded for being right and for agreeing with the hidden ones. After AstraFlow (arXiv 2605.15565,
+workflow `code_actor_and_verify_v2`), where the last program is final and the tester's reward depends on it; the rewards
+are those of its third version.
 """
 
 import json
@@ -30,7 +30,7 @@ EPISODE_OUTCOMES = ("tests_valid", "first_success", "attempts", "approved")
 AGENTS = ("writer", "tester")
 WRITER, TESTER = AGENTS
 TESTS = 2  # of one reply; more are not run
-MAX_NESTING = 100  # of lists and objects in a test; the sandbox takes nothing deeper than twice as much
+MAX_NESTING = 100  # of lists and objects in a test; the sandbox refuses data more than twice as deep
 ASK, GIVES, AND = "tests", "gives", "and"  # compact: after a problem, between input and result, between tests
 
 WRITE_TESTS = """Another agent has written a program for this problem:
@@ -67,10 +67,10 @@ async def play(
 ) -> Played:
     """One program, tests for it, and another program if it fails them.
 
-    The episode succeeds by the program that the tests choose. Its outcomes besides: `first_success` of the first one,
-    `attempts`, `approved` (the first one passed the tests) and `tests_valid`. Those of tests: `success` where their
-    verdict on the first program agrees with the truth, `answer_right` (that truth), and `tests_valid`, which is also
-    their `score`: the problem's own solution passes them all. Replies without tests approve, and agree with nothing.
+    The episode's success is that of the program that the tests choose. Its other outcomes: `first_success` of the first
+    program, `attempts`, `approved` (the first one passed the tests) and `tests_valid`. The tests' outcomes: `success`
+    where their verdict on the first program agrees with the truth; `answer_right`, that truth; and `tests_valid`, also
+    their `score`: 1 if the problem's own solution passes them all. A reply without tests approves, with `success` 0.
     """
     parts: list[AgentTurns] = []
     outcome = dict.fromkeys((*options.world.OUTCOMES, *EPISODE_OUTCOMES), 0.0)
@@ -91,7 +91,8 @@ async def play(
             await env.reset(task, seed)
             second = await _write(problem, env, agents[WRITER], options, parts, first.action, review)
             outcome["attempts"] = 2.0
-            # A reply without a program passes no test, and so as many as a right program that met wrong tests.
+            # `second.action`: a reply without a program passes no test, and would win a tie at 0 against a right first
+            # program that met wrong tests.
             if second.action and (not tests or await _passed(env, second.action, tests) >= passed):
                 outcome |= second.step.outcome
     except PromptTooLong as too_long:
@@ -110,9 +111,9 @@ async def _write(
     before: str = "",
     review: str = "",
 ) -> Move:
-    """A program and what the hidden tests say of it; with `review`, after what was said of the one `before`."""
+    """A program and its result on the hidden tests; with `review`, a second one, after the review of `before`."""
     messages = _to_write(options.world, problem, options.prompt, before, review)
-    if review:  # who has read more is in another state
+    if review:  # a writer that has read a review is in another state than one that has not
         problem = replace(problem, state_key=state_key(problem.state_key, before, review))
     move = await take_turn(writer, messages, problem, options=options, env=env)
     parts.append(AgentTurns(WRITER, [move.turn], {**move.step.outcome, **turn_counts([move.turn])}))
@@ -127,7 +128,7 @@ async def _test(
     written: Move,
     parts: list[AgentTurns],
 ) -> tuple[list[Test], Step]:
-    """The tester's tests, none where its reply holds none, and how the program did on them."""
+    """The tester's tests ([] where its reply holds none) and the program's result on them."""
     reply = await tester.act(_to_test(problem, options.world, options.prompt, written.action))
     tests = parse_tests(reply.text, options.prompt, has_entry=bool(problem.view.entry))
     before = replace(problem, state_key=state_key(problem.state_key, written.action))
@@ -160,10 +161,11 @@ def _review(tested: Observation) -> str:
 
 
 def parse_tests(reply: str, style: Style, *, has_entry: bool) -> list[Test]:
-    """The first `TESTS` tests of a reply, none where it holds fewer: the input and result of each.
+    """The first `TESTS` tests of a reply, as pairs of input and result; [] where it holds fewer.
 
-    Tests of the same input are one: one test written twice is right more often than two. They stand in the last ```json
-    block, or else between the first "[" and the last "]". Data that is nested deeper than `MAX_NESTING` is no test.
+    Tests of the same input count once: one test written twice would be right more often than two tests. They stand in
+    the last ```json block, or else between the first "[" and the last "]". Data nested deeper than `MAX_NESTING` is no
+    test.
     """
     tests = _compact_tests(reply) if style == "compact" else _json_tests(without_thoughts(reply))
     kept: list[Test] = []
@@ -178,7 +180,7 @@ def parse_tests(reply: str, style: Style, *, has_entry: bool) -> list[Test]:
 
 
 def _nested(value: Any, most: int) -> bool:
-    """True where lists and objects stand more than `most` deep in one another."""
+    """True where lists and objects are nested more than `most` deep."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return any(most == 0 or _nested(each, most - 1) for each in inner)
 
@@ -210,7 +212,7 @@ def _to_write(world: World, problem: Observation, style: Style, before: str, rev
     return with_more(world.prompt(problem, [], style), more if review else "")
 
 
-_AGAIN = "wrong"  # compact: after the problem of a program that was sent back
+_AGAIN = "wrong"  # compact: after the problem, for a second program
 
 
 def _to_test(problem: Observation, world: World, style: Style, program: str) -> list[Message]:
@@ -231,7 +233,7 @@ def demonstrations(
 ) -> Iterator[list[Exchange]]:
     """Programs, tests and second programs of an expert, in turn, without end, for generated problems of integers.
 
-    A share `label_noise` of the programs is a random one, and of the tests' results as many are off by a digit.
+    A share `label_noise` of the programs is random, and the same share of the tests' results is too large by 1 to 9.
     """
     env = world.env()
     while True:
