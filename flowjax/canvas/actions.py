@@ -1,10 +1,10 @@
-"""Actions of a policy on the canvas: what they are, the two ways to write them, and what each does to a workflow.
+"""Actions of a policy on the canvas: their types, the two ways to write them, and what each does to a workflow.
 
 A response may start with thinking (`<think>...</think>`) and plain text; then comes exactly one action, and nothing
-after it. Whatever else comes gives an `Unreadable` with a reason for the policy; `flowjax.published.canvas`
-reads more.
-Actions are written with tags, as the table `FORMS` has them, from which the reader, the writer and the grammar for
-sampling are made:
+after it. Any other response gives an `Unreadable`, with a reason that the policy reads; `flowjax.published.canvas`
+accepts more.
+Actions are written with tags. The table `FORMS` defines them, and the reader, the writer and the grammar for sampling
+are derived from it:
 
 <action>add</action><operator>Custom</operator><prompt>Solve it by hand.</prompt>
 <action>add</action><structure>parallel</structure><operators>Custom, Programmer</operators>
@@ -64,7 +64,10 @@ _EXAMPLE = "`<action>add</action><operator>Custom</operator>`"
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A piece into a place (`flowjax.canvas.edits.add`): `into` a node, "" at the top, at a position, None the end."""
+    """Put a piece into the workflow (`flowjax.canvas.edits.add`).
+
+    `into` is a node's id, "" the top; `position` counts from 0 there, None is the end.
+    """
 
     piece: Node
     into: str = ""
@@ -74,7 +77,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """A node, at any depth."""
+    """Delete a node, at any depth."""
 
     target: str
     repairs: tuple[str, ...] = field(default=(), compare=False)
@@ -82,7 +85,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Modify:
-    """A call's operator and backend, or a loop's count; "" and None leave as is. `prompt` is for the new operator."""
+    """Change a call's operator and backend, or a loop's count; "" and None keep it. `prompt` is the new operator's."""
 
     target: str
     operator: str = ""
@@ -94,7 +97,7 @@ class Modify:
 
 @dataclass(frozen=True, slots=True)
 class SetPrompt:
-    """A call's instruction."""
+    """Set a call's instruction."""
 
     target: str
     prompt: str
@@ -103,7 +106,7 @@ class SetPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The canvas is done. `answer` is what the policy believes; what counts is the run's."""
+    """End the episode. `answer` is the policy's own belief; the answer of the workflow's run is what counts."""
 
     answer: str = ""
     repairs: tuple[str, ...] = field(default=(), compare=False)
@@ -122,7 +125,7 @@ Action = Add | Delete | Modify | SetPrompt | Finish
 # ------------------------------------------------------------------------------------------------- the table of forms
 
 Often = Literal["one", "optional", "many"]
-Elements = Listed[tuple[str, str]]  # tag and value, as they stand
+Elements = Listed[tuple[str, str]]  # tags and values, in the order of the text
 PLACE_NAME = re.compile(rf"{NAME.pattern}(?:\.(?:{'|'.join(PARTS)}))?")
 _NUMBER = re.compile(r"[0-9]{1,3}")
 _SEPARATED = re.compile(r"\s*,\s*")
@@ -134,7 +137,7 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """Content that a tag may have: a check of it, the words for a message, and its rule in the grammar for sampling."""
+    """Content of a tag: its rule in the sampling grammar, a check of it, and the words of a message about it."""
 
     rule: str
     fits: Callable[[str], object] = bool
@@ -143,7 +146,7 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class FormPart:
-    """A tag of a form, and how often it stands there."""
+    """A tag of a form, and how often it may occur there."""
 
     tag: str
     often: Often = "one"
@@ -151,7 +154,7 @@ class FormPart:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to write an action. The form is meant where its `key` is among the tags, with the value if it has one."""
+    """One way to write an action. It is meant where `key` is among the tags, and has `value` if the form has one."""
 
     action: str
     key: str
@@ -224,9 +227,9 @@ _SPACE = re.compile(r"\s*")
 
 
 def parse(text: str) -> Action | Unreadable:
-    """The action of a response, which takes the forms and nothing else, in time linear in the response's length.
+    """The action of a response, read strictly by `FORMS`, in time linear in the response's length.
 
-    Whether names and ids exist is found out by `apply`.
+    `apply` checks that names and ids exist.
     """
     try:
         elements = _elements(after_thinking(text))
@@ -307,12 +310,12 @@ def _after_space(text: str, at: int) -> int:
 
 
 def form_of(elements: Elements) -> Form:
-    """Form of the action that the tags mean.
+    """The form that the tags are written in.
 
     Raises:
-        GrammarError: none.
+        GrammarError: there is no such form.
     """
-    values = dict(reversed(elements))  # of a tag that stands there twice the first; `check_order` refuses the second
+    values = dict(reversed(elements))  # keeps the first value of a repeated tag; `check_order` refuses the second
     action = values["action"]
     if action not in ACTIONS:
         raise GrammarError(f"There is no action `{action[:60]}`: use {_listed(ACTIONS)}.")
@@ -350,7 +353,7 @@ def check_order(form: Form, tags: Listed[str]) -> None:
 
 
 def action_of(form: Form, elements: Elements) -> Action:
-    """The action that the values of a form make.
+    """The action that is written in a form.
 
     Raises:
         GrammarError: a value is not of its tag's kind.
@@ -375,7 +378,7 @@ def action_of(form: Form, elements: Elements) -> Action:
 
 
 def with_instructions(piece: Node, prompts: Listed[str]) -> Node:
-    """The piece with instructions for its calls, in reading order; those beyond the last prompt keep their own."""
+    """The piece with `prompts` as its calls' instructions, in reading order; further calls keep theirs."""
     rest = iter(prompts)
 
     def through(node: Node) -> Node:
@@ -445,7 +448,7 @@ def _listed(names: Listed[str]) -> str:
 
 
 def show(action: Action) -> str:
-    """The action as its form has it; space around prompts and answers is not kept."""
+    """The action's text with tags; `parse` reads it back, save for white space around prompts and answers."""
     form, values = _form_and_values(action)
     written = [("action", form.action)]
     for part in form.parts:
@@ -454,7 +457,7 @@ def show(action: Action) -> str:
 
 
 def _form_and_values(action: Action) -> tuple[Form, Mapping[str, Listed[str]]]:
-    """The form that says the action, and what stands in its tags."""
+    """A form in which the action can be written, and the values of its tags."""
     match action:
         case Add(piece, into, position):
             form, values = _piece_form(piece)
@@ -474,7 +477,7 @@ def _form_and_values(action: Action) -> tuple[Form, Mapping[str, Listed[str]]]:
 
 
 def _piece_form(piece: Node) -> tuple[Form, dict[str, list[str]]]:
-    """As an operator or a structure where that says all of the piece, else as a workflow."""
+    """The form with `<operator>` or `<structure>` where that holds all of the piece, else the one with `<workflow>`."""
     inner = children(piece.body) or (piece.body,) if isinstance(piece, Loop) else children(piece)
     calls = [node for node in inner if isinstance(node, Call)]
     instructions = [call.instruction.strip() for call in calls]
@@ -536,7 +539,8 @@ id ::= [A-Za-z_] [A-Za-z0-9_]*
 place ::= id | id ".condition" | id ".true" | id ".false"
 number ::= [0-9] | [1-9] [0-9] | [1-9] [0-9] [0-9]
 """
-# Texts begin with no white space of any script, and hold neither `</` nor `<t`, with which a thinking's tags begin.
+# Texts begin with no white space of any script, and hold neither `</` nor `<t`, the beginnings of `</think>` and
+# `<think>`.
 _BLANK = "".join(f"\\u{code:04x}" for code in range(0x3001) if chr(code).isspace())
 _TAGGED_TEXT = f"""
 prompt ::= "<prompt>" text "</prompt>"
@@ -555,25 +559,26 @@ text ::= ([^{blank}<] | less) ([^\\r\\n<] | less)* "<"*
 less ::= "<"+ [^<\\/t\\r\\n]
 quoted ::= "\\"" ([^"\\\\<\\r\\n\\t] | "<"+ [^"\\\\<\\/t\\r\\n] | "<"* "\\\\" ["\\\\nrt])* "<"* "\\""
 """
-# A conditional's branches: the rule in `<true>` and in `<false>`, whether the second may be left out, and the prompts.
+# A conditional's branches: the rules in `<true>` and in `<false>`, whether the second may be left out, and the number
+# of prompts (one for each operator, the condition's included).
 _WAYS = (("operator", "operator", False, 3), ("operator", '"done"', True, 2), ('"done"', "operator", False, 2))
 
 
 def schema(
     operators: Mapping[str, type[Operator]], backends: Collection[str] = (), *, compact: bool = False
 ) -> dict[str, str]:
-    """A grammar that holds a model to valid actions while it samples, for vLLM (xgrammar's EBNF).
+    """A grammar that lets a model sample valid actions only, for vLLM (xgrammar's EBNF).
 
-    What a request's `structured_outputs` takes: `extra_body={"structured_outputs": schema(operators)}`.
+    It is the value of a request's `structured_outputs`: `extra_body={"structured_outputs": schema(operators)}`.
 
     The grammar has the action alone, without thinking or text before it (with a reasoning parser, vLLM applies it after
-    the thinking), and no needless white space. All it lets through is read by strict parsing and has operators that
-    exist, no combiner as a branch and no loop out of bounds; whether ids exist depends on the canvas. `compact` is the
-    one-line form. Brackets may be deeper than what is read.
+    the thinking), and no needless white space. Strict parsing reads all that it allows, save for brackets nested too
+    deeply; operators exist, no combiner is a branch, and no loop is out of bounds. Ids may not exist, since they depend
+    on the canvas. `compact` is the one-line form.
     """
     others = [name for name, operator in operators.items() if operator.role != "combiner"]
     plain = [name for name in backends if BACKEND_NAME.fullmatch(name)]
-    quoted = [json.dumps(name) for name in backends if name not in plain]  # which the text of a workflow alone takes
+    quoted = [json.dumps(name) for name in backends if name not in plain]  # only a workflow's text can name these
     named = f'(space "@" ({_choice(plain + (quoted if compact else list(map(_escaped, quoted))))}))?'
     if compact:
         form = _COMPACT.format(blank=_BLANK, or_backend=f' | "@" ({_choice(plain)})' if plain else "")
@@ -612,7 +617,7 @@ def _tagged_rules(backends: bool) -> Iterator[str]:
 
 
 def _listing(name: str, opening: str, after: str, *, side_by_side: bool) -> Iterator[str]:
-    """A list of operators, two at least where they stand side by side, with as many prompts as operators or none."""
+    """Rules of a list of operators with one prompt for each or none; at least two where they stand side by side."""
     operator, first, its_prompt = (
         ("member_operator", 'member_operator ", " ', " prompt") if side_by_side else ("operator", "", "")
     )
@@ -766,6 +771,7 @@ def apply(
             edited = set_instruction(workflow, target, prompt)
         case Finish():
             return workflow
+    # Faults that were there before are no reason to refuse: an edit may mend one of several.
     before = set(problems(workflow, operators, backends))
     faults = [fault for fault in problems(edited, operators, backends) if fault not in before]
     if faults:

@@ -1,10 +1,10 @@
-"""Results of operators by what went into them, so that after an edit only what changed runs again.
+"""Cache of operators' results, by all that went into them: after an edit, only the changed part runs again.
 
     cache = Cache(path=Path("results.sqlite"))     # without a path it ends with the process
 
-Whatever can change a result is in the key: the operator and its code, the instruction, the inputs, the problem, the
-backend's identity, the sampling and its seed. Failures are never kept, nor results of operators that say that they are
-not cacheable.
+Everything that can change a result is in the key: the operator and its code, the instruction, the inputs, the problem,
+the backend's identity, the sampling and its seed. Failures are never kept, nor are results of operators that declare
+themselves not cacheable.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class CacheError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """End of an operator's run. `keep` says whether a cache may keep it."""
+    """Result of an operator's run, or its error. `keep` says whether a cache may keep it."""
 
     outputs: State = field(default_factory=dict)
     error: str = ""
@@ -46,7 +46,7 @@ class Outcome:
 
 
 class Cache:
-    """Least recently used results are dropped first. For the use of any number of runs, event loops and threads.
+    """Drops the least recently used results first. Any number of runs, event loops and threads may share one.
 
     Args:
         max_entries: most results in memory.
@@ -55,7 +55,7 @@ class Cache:
         max_file_entries: most results in the file; the oldest are dropped when it is opened.
 
     Raises:
-        CacheError: the file is none of ours, or cannot be read or written.
+        CacheError: the file is no cache of this version, or cannot be read or written.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Cache:
         self._entries: OrderedDict[str, State] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
-        # Results on their way. By event loop: a future of one cannot be awaited in another.
+        # Results that are being computed. By event loop: a future of one loop cannot be awaited in another.
         self._flights: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[Outcome | None]] = {}
         self._file = None if path is None else _open(path, max_file_entries)
         self.hits = self.misses = 0
@@ -80,16 +80,16 @@ class Cache:
         return len(self._entries)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file; results stay in memory."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     async def through(self, key: str, compute: Callable[[], Awaitable[Outcome]]) -> tuple[Outcome, bool]:
-        """The outcome, and whether somebody else's work has made it. Equal calls at one time compute once.
+        """The outcome, and True where it was not computed by this call. Equal calls at the same time compute once.
 
-        They share a failure too, which is then forgotten. If the one that computes is cancelled or runs out of budget,
-        the next one computes.
+        They share a failure, too, which is not kept. If the computing call is cancelled or raises (out of budget, say),
+        one of those that wait computes instead.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -98,7 +98,7 @@ class Cache:
                 return Outcome(kept), True
             if (flight := self._flights.get((loop, key))) is None:
                 break
-            # Shielded: who stops waiting must not stop the others.
+            # Shielded: a waiter that is cancelled must not cancel the future, which others await as well.
             if (outcome := await asyncio.shield(flight)) is not None:
                 self.hits += 1
                 return outcome, True
@@ -110,7 +110,7 @@ class Cache:
             if outcome.keep and not outcome.error:
                 self._put(key, outcome.outputs)
         finally:
-            # Also when this one was cancelled or raised: None has one of those who wait compute in its place.
+            # Also when this call was cancelled or raised: None makes one of the waiting calls compute.
             del self._flights[loop, key]
             flight.set_result(made)
         return outcome, False
@@ -138,7 +138,7 @@ class Cache:
             self._remember(key, outputs)
             if self._file is not None:
                 try:
-                    # In place of one that is there: it was damaged, or another process has made it meanwhile.
+                    # Overwrites an entry that is there: it is damaged, or another process made it meanwhile.
                     self._file.execute(
                         "INSERT INTO results VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET outputs = excluded.outputs",
                         (key, json.dumps(dict(outputs))),
@@ -160,13 +160,13 @@ class Cache:
 def key_of(
     operator: type[Operator], instruction: str, inputs: State, *, problem: str, backend: str, sampling: str, seed: int
 ) -> str:
-    """The key of a result. `problem` is its digest, `backend` its identity, `sampling` all that it is sampled with."""
+    """The key of a result, from the problem's digest, the backend's identity and all sampling settings as a text."""
     parts = [fingerprint(operator), instruction, dict(inputs), problem, backend, sampling, seed]
     return _digest(json.dumps(parts, sort_keys=True))
 
 
 def problem_digest(problem: Problem) -> str:
-    """Equal for equal problems. All of it, since an operator may read all of it."""
+    """Equal for equal problems. Of all fields, since an operator may read any of them."""
     options = list(problem.options.items())
     return _digest(
         json.dumps(
@@ -187,7 +187,7 @@ def fingerprint(operator: type[Operator]) -> str:
             continue
         try:
             parts.append(inspect.getsource(inspect.getmodule(base) or base))
-        except (OSError, TypeError):  # made in an interactive session: the name must do
+        except (OSError, TypeError):  # defined in an interactive session, so without a source: its name must do
             parts.append(f"{base.__module__}.{base.__qualname__}")
         plain = {name: value for name, value in vars(base).items() if isinstance(value, _PLAIN)}
         parts.append(sorted((name, repr(value)) for name, value in plain.items() if not name.startswith("__")))
@@ -236,6 +236,8 @@ def _open(path: Path, max_entries: int) -> sqlite3.Connection:
         file.execute("CREATE TABLE IF NOT EXISTS results (key TEXT PRIMARY KEY, outputs TEXT NOT NULL)")
         file.execute("DELETE FROM results WHERE rowid <= (SELECT max(rowid) FROM results) - ?", (max_entries,))
         file.execute("COMMIT")
+        # After the transaction: inside one, SQLite changes neither. NORMAL may lose the newest results in a power
+        # failure, but does not damage the file.
         file.execute("PRAGMA journal_mode = WAL")
         file.execute("PRAGMA synchronous = NORMAL")
     except (sqlite3.Error, OSError) as error:

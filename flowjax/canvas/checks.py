@@ -1,7 +1,4 @@
-"""Is a workflow one that can run? What is wrong with it and what would be right, before anything runs.
-
-An edit that leads to a fault is refused.
-"""
+"""Checks of a workflow before it runs: every fault, and how to correct it. An edit that adds a fault is refused."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -29,11 +26,11 @@ _MAX_QUOTED_CHARACTERS = 60
 
 
 def problems(workflow: Workflow, operators: Mapping[str, type[Operator]], backends: Collection[str] = ()) -> list[str]:
-    """Every fault, in reading order; none for a workflow that can run, and none for an empty one.
+    """Every fault of a workflow, in reading order; none if it can run, and none if it is empty.
 
     `backends` are those that calls may name; the default backend needs no name.
     """
-    if (deep := depth(workflow.root)) > MAX_DEPTH + 1:
+    if (deep := depth(workflow.root)) > MAX_DEPTH + 1:  # the root is one level more, which texts do not show
         return [f"The nodes are inside one another {deep - 1} deep: use at most {MAX_DEPTH}."]
     found = [fault for node in workflow.nodes() for fault in _faults(node, operators, backends)]
     return [*found, *_repeated_ids(workflow.nodes()), *_wrong_bindings(workflow, operators)]
@@ -63,7 +60,7 @@ def named(node: Node) -> str:
 
 
 def _faults(node: Node, operators: Mapping[str, type[Operator]], backends: Collection[str]) -> Iterator[str]:
-    """Those of the node alone."""
+    """Faults of the node itself, without the nodes inside it."""
     match node:
         case Call(name, backend=backend):
             if name not in operators:
@@ -108,7 +105,7 @@ def _wrong_bindings(workflow: Workflow, operators: Mapping[str, type[Operator]])
     found: list[str] = []
 
     def after(node: Node, before: frozenset[str]) -> frozenset[str]:
-        """Ids of the calls that may have run once the node has; `before` are those that may have when it starts."""
+        """Ids of the calls that may have run when the node ends; `before`: those that may have when it starts."""
         if isinstance(node, Call):
             found.extend(_repeated_bindings(node, operators))
             for field, source in node.inputs:
@@ -118,7 +115,7 @@ def _wrong_bindings(workflow: Workflow, operators: Mapping[str, type[Operator]])
         seen = done = before
         for child in children(node):
             done |= after(child, seen)
-            # Branches do not see one another, but what comes after them may bind to any.
+            # Branches do not see one another, but a later call may bind to any of them.
             if isinstance(node, Sequence | Loop) or (isinstance(node, Conditional) and child is node.condition):
                 seen = done
         return done

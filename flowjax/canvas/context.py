@@ -1,4 +1,4 @@
-"""The interpreter's means for one run of an operator: a metered backend within a budget, and the sandbox."""
+"""An operator's access to the outside during one run of it: a metered backend within a budget, and the sandbox."""
 
 import asyncio
 import dataclasses
@@ -18,18 +18,18 @@ from flowjax.grading.sandbox import Isolation, IsolationError, Limits, NoProcess
 
 
 class BudgetSpent(Exception):
-    """A limit is reached and more is wanted: the run ends here. The message says which limit."""
+    """More is asked for than a limit allows, and the run ends. The message names the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of a run; None is no limit, 0 allows nothing.
 
-    A run ends when it wants more than is left, not when it has used up exactly what it had. `calls` (requests to
-    backends, failed ones too) is never exceeded, and at `seconds` whatever is in flight is cancelled. What a request
-    takes of `tokens` and `cost` is known only when it is answered: they are exceeded by at most the requests that were
-    in flight. Cached results cost nothing. A backend without prices costs nothing either, so that `cost` does not
-    bound it. `steps` bounds the entries of one run's trace: operators that were reached, cached ones too.
+    A run ends when it asks for more than is left, not when it has used up exactly what it had. `calls` (requests to
+    backends, failed ones too) is never exceeded, and at `seconds` all that is in flight is cancelled. The `tokens` and
+    `cost` of a request are known only when it is answered: these limits are exceeded by at most the requests that were
+    in flight. Cached results cost nothing. A backend without prices costs nothing either, so `cost` does not bound it.
+    `steps` bounds the entries of one run's trace: operators that were reached, cached ones too.
     """
 
     calls: int | None = None
@@ -45,7 +45,7 @@ class Budget:
                 raise ValueError(f"budget.{limit.name} is {value}: give a number from 0 on, or None for no limit")
 
     def left(self, usage: Usage, seconds: float) -> "Budget":
-        """Rest after a run that took so much, at least 0: the budget of the next run of an episode."""
+        """The rest after a run with this usage, at least 0: the budget of an episode's next run."""
         return Budget(
             None if self.calls is None else max(0, self.calls - usage.calls),
             None if self.tokens is None else max(0, self.tokens - _tokens(usage)),
@@ -59,7 +59,7 @@ UNLIMITED = Budget()
 
 
 class Meter:
-    """Counts what one run spends. Its clock starts when it is made, inside the event loop."""
+    """Counts what one run spends. Make it inside the event loop: its clock starts then."""
 
     def __init__(self, budget: Budget):
         self._budget = budget
@@ -67,7 +67,7 @@ class Meter:
         self._started_s = self._clock()
         self._calls = self._steps = 0
         self.usage = Usage()
-        self.unanswered_s = 0.0  # how long the oldest request had waited that was taken back
+        self.unanswered_s = 0.0  # the longest wait of a request that was cancelled before its answer
 
     @property
     def seconds(self) -> float:
@@ -80,10 +80,10 @@ class Meter:
         return None if self._budget.seconds is None else self._started_s + self._budget.seconds
 
     def start_step(self) -> None:
-        """Count an operator that is reached.
+        """Count an operator that is about to run.
 
         Raises:
-            BudgetSpent: it must not be run.
+            BudgetSpent: the limit is reached; it must not run.
         """
         if self._steps >= _limit(self._budget.steps):
             raise BudgetSpent(f"the limit of {self._budget.steps} steps in a run is reached")
@@ -93,7 +93,7 @@ class Meter:
         """Count a request that is about to be sent.
 
         Raises:
-            BudgetSpent: it must not be sent.
+            BudgetSpent: a limit is reached; it must not be sent.
         """
         budget = self._budget
         self.check_time()
@@ -113,7 +113,7 @@ class Meter:
             raise self.time_over()
 
     def time_over(self) -> BudgetSpent:
-        """Error to raise when the deadline has passed."""
+        """The error for a deadline that has passed."""
         return BudgetSpent(f"the budget of {self._budget.seconds:g} seconds is spent")
 
     def add(self, usage: Usage) -> None:
@@ -186,18 +186,18 @@ class Sandbox:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling of operators' requests, unless they say otherwise."""
+    """Sampling settings of operators' requests, where an operator sets none itself."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     max_new_tokens: int = 1024
-    retry_new_tokens: int = 4096  # of a second try where the first reply was cut; not above the first is none
+    retry_new_tokens: int = 4096  # of a second try after a cut reply; no such try if not above the first
 
 
 class CallContext:
     """The `Context` of one run of one call.
 
-    `slots` bound how many requests and programs of a workflow's run are under way at one time.
+    `slots` bounds the requests and programs that a workflow's run has under way at the same time.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class CallContext:
         """See `flowjax.canvas.operators.Context`.
 
         Raises:
-            TypeError: these are no messages. To a backend they would be an outage of its own.
+            TypeError: `messages` are none. Sent on, they would raise in the backend, and count as its outage.
         """
         messages = tuple(messages)
         for each in messages:
@@ -269,7 +269,7 @@ class CallContext:
             )
         if completion.finish_reason == "content_filter":
             raise OperatorError("the backend withheld its reply (content_filter)")
-        return completion.text.encode(errors="replace").decode()  # half a surrogate pair is no text that can be sent
+        return completion.text.encode(errors="replace").decode()  # replaces lone surrogates, which UTF-8 lacks
 
     async def _completed(self, request: Request) -> Completion:
         async with self._slots:
@@ -299,11 +299,11 @@ class CallContext:
                 self._meter.add(usage)
 
     async def execute(self, program: str, stdin: bytes = b"") -> ProgramResult:
-        """See `flowjax.canvas.operators.Context`. Cancelled, it leaves the program to its own time limit."""
+        """See `flowjax.canvas.operators.Context`. If cancelled, the program runs on until its own time limit."""
         return await self._sandboxed(_longest_s(self._sandbox.limits), self._sandbox.run, program, stdin)
 
     async def judge(self, program: str, suite: Suite) -> Verdict:
-        """See `flowjax.canvas.operators.Context`. Cancelled, it leaves the program to its own time limit."""
+        """See `flowjax.canvas.operators.Context`. If cancelled, the program runs on until its own time limit."""
         kinds = len({type(case) for case in suite.cases})
         longest_s = kinds * _longest_s(self._sandbox.judge_limits)
         return await self._sandboxed(longest_s, self._sandbox.judge, program, suite)
@@ -311,8 +311,8 @@ class CallContext:
     async def _sandboxed(
         self, longest_s: float, run: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> _Result:
-        """Outcome of a program. A machine that cannot start it, or has no processor for it, is away as a backend
-        may be. `longest_s` is the longest that the program takes by itself: what exceeds it was waiting."""
+        """Result of a program, run in a thread. A machine that cannot start it, or has no processor for it, counts as
+        an outage. `longest_s` is the program's own time limit: a longer time was spent waiting."""
         async with self._slots:
             started_s = time.monotonic()
             try:
@@ -331,7 +331,7 @@ def _longest_s(limits: Limits) -> float:
 
 
 def _is_cut(completion: Completion) -> bool:
-    """True if the reply ends at the request's bound, or inside its thinking."""
+    """True if the reply ends at the request's token limit, or inside its thinking."""
     return completion.finish_reason == "length" or in_thinking(completion.text)
 
 

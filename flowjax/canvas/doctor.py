@@ -34,7 +34,7 @@ _OPTIONS = frozenset({"backends", "operators", "extra_operators", "allow_no_isol
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check: what was looked at, whether it works, and how."""
+    """Result of one check: its subject, whether that works, and a line about it."""
 
     subject: str
     works: bool
@@ -93,8 +93,8 @@ async def _answers(name: str, backend: Backend, timeout_s: float) -> Finding:
         seconds, text = time.monotonic() - started_s, " ".join(completion.text.split())[:60]
     except TimeoutError:
         return Finding(subject, False, f"no answer within {timeout_s:g} s")
-    except Exception as error:  # whatever a backend raises is what there is to say of it
-        # By rules, or of one's own, it may know other requests than this one; an endpoint that refuses it is of no use.
+    except Exception as error:  # a user's own backend may raise anything; it is the finding
+        # A backend of rules, or a user's own, may answer operators' requests and refuse this one. An endpoint must not.
         refused = isinstance(error, BackendError) and not isinstance(error, BackendUnavailable)
         if refused and not isinstance(backend, OpenAIBackend):
             return Finding(subject, True, f"is there, and refuses a request that is no operator's: {error}")

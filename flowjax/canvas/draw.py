@@ -39,21 +39,21 @@ _LINE_CHARACTERS = 34  # at 11 px
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A piece of the picture. Lines enter and leave it at `axis`, from its left, in pixels."""
+    """A piece of the picture, in pixels. Lines enter and leave it at `axis`, a distance from its left edge."""
 
     width: float
     height: float
     axis: float
-    draw: Callable[[float, float], list[str]]  # at the left and the top
-    has_box: bool = True  # at its top, for an arrow to end at
+    draw: Callable[[float, float], list[str]]  # (left, top) -> SVG elements
+    has_box: bool = True  # at its top, so that an arrow can end there
 
 
 def svg(
     workflow: Workflow, run: WorkflowRun | None = None, operators: Mapping[str, type[Operator]] | None = None
 ) -> str:
-    """The workflow as an SVG document, with how it went after a run.
+    """The workflow as an SVG document; with `run`, also the status, usage and output of each call.
 
-    `operators` give the roles; those of the registry if None.
+    `operators` give the roles and colours; None takes the registry's.
     """
     picture = _Picture(load_operators(entry_points=False) if operators is None else operators, run)
     ends = [_terminal("problem"), *map(picture.block, workflow.root.steps), _terminal(_answer(run))]
@@ -140,7 +140,7 @@ def _stack(blocks: list[_Block]) -> _Block:
 
 
 def _side_by_side(blocks: list[_Block], id: str, label: str) -> _Block:
-    """Blocks beside one another: the line parts above them and joins again below."""
+    """Blocks beside one another: the line splits above them and joins again below."""
     inner = sum(block.width for block in blocks) + _GAP_ACROSS * max(0, len(blocks) - 1)
     tallest = max((block.height for block in blocks), default=0)
     width, height = inner + 2 * _FRAME, tallest + 2 * _GAP_DOWN
@@ -248,7 +248,7 @@ _Exit = tuple[str, str]  # a box, and the label of the line that leaves it
 def mermaid(
     workflow: Workflow, run: WorkflowRun | None = None, operators: Mapping[str, type[Operator]] | None = None
 ) -> str:
-    """The text of a flowchart, with how it went after a run. `operators` give the roles; the registry's if None."""
+    """The text of a flowchart; with `run`, also its results. `operators` give the roles; None takes the registry's."""
     chart = _Chart(load_operators(entry_points=False) if operators is None else operators, run)
     exits = chart.through(workflow.root, [(chart.box("([problem])"), "")])
     answer = f"answer: {shortened(run.answer, _CHART_CHARACTERS)}" if run and run.answer else "answer"
@@ -265,7 +265,7 @@ class _Chart:
         self.boxes = 0
 
     def box(self, shape: str) -> str:
-        """A new box; its name in the chart."""
+        """Add a box; returns its name in the chart."""
         self.boxes += 1
         self.lines.append(f"    b{self.boxes}{shape}")
         return f"b{self.boxes}"
@@ -274,7 +274,7 @@ class _Chart:
         self.lines += [f"    {source} -->{f'|{label}|' if label else ''} {box}" for source, label in exits]
 
     def through(self, node: Node, entries: list[_Exit]) -> list[_Exit]:
-        """Draws a node that is reached from `entries`; where it is left."""
+        """Draw a node that is reached from `entries`; returns its exits."""
         match node:
             case Call():
                 box = self.call(node)
@@ -311,13 +311,13 @@ class _Chart:
 
 
 def _escaped(text: str) -> str:
-    """The text inside a quoted label: what Mermaid or HTML would read otherwise, as entities."""
+    """The text for a quoted label: characters that Mermaid or HTML would interpret become entities."""
     return "".join(c if c.isalnum() or c in " ,()='·…" else f"#{ord(c)};" for c in text)
 
 
 # ------------------------------------------------------------------------------------------------- words beside a call
 
-_SHOWN_FIELDS = ("answer", "code", "feedback", "plan", "subproblems")  # of what a call wrote, the first there is
+_SHOWN_FIELDS = ("answer", "code", "feedback", "plan", "subproblems")  # the first of them that a call wrote is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +333,7 @@ class Note:
 
 
 def note(call: Call, operators: Mapping[str, type[Operator]], run: WorkflowRun | None) -> Note:
-    """Texts in a call's box, those of its run included if there was one."""
+    """Texts in a call's box, with those of its runs where there are any."""
     role = operators[call.operator].role if call.operator in operators else None
     title = call.operator + (f" @{call.backend}" if call.backend else "")
     if run is None:
@@ -346,7 +346,7 @@ def note(call: Call, operators: Mapping[str, type[Operator]], run: WorkflowRun |
 
 
 def output_text(outputs: State) -> str:
-    """The most telling of what a call wrote."""
+    """The most informative of a call's outputs: its verdict, and the first of `_SHOWN_FIELDS`."""
     verdict = {True: "passed", False: "failed"}.get(outputs["passed"] is True) if "passed" in outputs else None
     field = next((name for name in (*_SHOWN_FIELDS, *outputs) if name in outputs and name != "passed"), None)
     value = outputs[field] if field else ""
@@ -355,7 +355,7 @@ def output_text(outputs: State) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """One line of at most so many characters, with none that XML does not allow."""
+    """The text as one line of at most `most` characters, without unprintable ones, which XML does not allow."""
     plain = " ".join("".join(c if c.isprintable() else " " for c in text[: 10 * most]).split())
     return plain if len(plain) <= most else plain[: most - 1] + "…"
 

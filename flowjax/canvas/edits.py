@@ -1,7 +1,7 @@
-"""Edits of a workflow: each makes a new one, and refuses in words what cannot be done.
+"""Edits of a workflow: each makes a new one, or refuses with a reason in words.
 
-Nodes keep their ids for ever; what is added gets new ones, and those of deleted nodes are never given again. What an
-edit leaves too small is put right at once, so that a workflow has no needless nodes:
+Nodes keep their ids for ever; added nodes get new ids, and ids of deleted nodes are never used again. Nodes that an
+edit leaves too small are reduced at once, so that a workflow has no needless nodes:
 
     a parallel with one branch left         becomes that branch
     a conditional with both branches `done` becomes its condition
@@ -33,7 +33,7 @@ PARTS = ("condition", "true", "false")  # of a conditional, as `into` names them
 
 
 class EditError(ValueError):
-    """An edit that cannot be done; the message says why, and what can be."""
+    """An edit that cannot be done; the message says why, and what can be done."""
 
 
 def add(workflow: Workflow, piece: Node, *, into: str = "", position: int | None = None) -> Workflow:
@@ -62,7 +62,7 @@ def add(workflow: Workflow, piece: Node, *, into: str = "", position: int | None
 
 
 def delete(workflow: Workflow, target: str) -> Workflow:
-    """The workflow without a node, at any depth, and without bindings to what was in it.
+    """The workflow without a node, at any depth, and without bindings to nodes that were in it.
 
     Raises:
         EditError: there is no such node, or a conditional would lose its condition.
@@ -132,14 +132,14 @@ def find(workflow: Workflow, id: str) -> Node:
 
 
 def _changed(workflow: Workflow, id: str, change: Callable[[Node], Node | None]) -> Sequence:
-    """The root with one node changed (deleted where `change` gives None), and what that leaves too small put right."""
+    """The root with one node changed (deleted where `change` gives None), and nodes left too small reduced."""
     find(workflow, id)
 
     def through(node: Node) -> Node | None:
         if node.id == id:
             return change(node)
         new = tuple(through(child) for child in children(node))
-        # Untouched parts stay the very same values: only what is around the change is built anew.
+        # Parts without the change stay the same objects; only the nodes around it are built anew, and reduced.
         if all(after is before for after, before in zip(new, children(node), strict=True)):
             return node
         return _rebuilt(node, new)
@@ -148,7 +148,7 @@ def _changed(workflow: Workflow, id: str, change: Callable[[Node], Node | None])
 
 
 def _rebuilt(node: Node, new: tuple[Node | None, ...]) -> Node | None:
-    """The node with other children, None for those that are gone, as few nodes as that takes."""
+    """The node with new children, None for deleted ones; reduced as the module's table says."""
     kept = [child for child in new if child is not None]
     match node:
         case Sequence(id=id):
@@ -193,7 +193,7 @@ def _with_piece(node: Node, part: str, piece: Node, position: int | None) -> Nod
 
 
 def _longer(steps: Node | None, piece: Node, position: int | None, where: str) -> Node | None:
-    """The steps, a sequence or less, with the piece's among them. A sequence stays the node that it is."""
+    """The steps (a sequence, a single node or none) with the piece's inserted. A sequence keeps its id."""
     id = steps.id if isinstance(steps, Sequence) else ""
     return in_sequence(_inserted(steps_of(steps), piece, position, where), id)
 
@@ -201,7 +201,7 @@ def _longer(steps: Node | None, piece: Node, position: int | None, where: str) -
 def _inserted(
     steps: tuple[Node, ...], piece: Node, position: int | None, where: str, dissolve: bool = True
 ) -> tuple[Node, ...]:
-    """The steps with the piece's among them; a sequence is dissolved unless it is to be one branch."""
+    """The steps with the piece's inserted; `dissolve=False` keeps a sequence whole, as one branch of a parallel."""
     if position is None:
         position = len(steps)
     if not 0 <= position <= len(steps):
@@ -210,7 +210,8 @@ def _inserted(
 
 
 def _without_ids(piece: Node, next_number: int) -> Node:
-    """The piece, to be numbered anew: only nodes that inputs in it name have an id already, a new one."""
+    """The piece without ids, to be numbered later. Only nodes that bindings in the piece name get their new id here, so
+    that those bindings can name it."""
     bound = {source.partition(".")[0] for call in walk(piece) if isinstance(call, Call) for _, source in call.inputs}
     named_here = [node.id for node in walk(piece) if node.id in bound]
     new = {old: f"n{next_number + i}" for i, old in enumerate(dict.fromkeys(named_here))}

@@ -68,7 +68,7 @@ _POLICY = "policy"
 
 
 class PolicyNotPlayed(RuntimeError):
-    """The evaluation of a policy that ended with this exit status, and has said why."""
+    """The policy's evaluation failed with this exit status, and has printed the reason."""
 
     def __init__(self, status: int):
         super().__init__(f"exit status {status}")
@@ -81,10 +81,10 @@ def _play_policy(
     """The rows of a policy, in the order of the problems: `flowjax.evaluate` plays them, or has played them before.
 
     Raises:
-        PolicyNotPlayed: it says why on standard error.
-        BackendAway: some episodes came to no end.
+        PolicyNotPlayed: `flowjax.evaluate` failed; its reason is on standard error.
+        BackendAway: some episodes did not end.
     """
-    from flowjax.evaluate import main as evaluate  # which loads jax: fixed workflows do without
+    from flowjax.evaluate import main as evaluate  # not at the top: it loads jax, which fixed workflows do not need
     from flowjax.evaluate import read_requests
 
     run, step = _run_of(Path(arguments.checkpoint))
@@ -138,19 +138,19 @@ def _run_of(checkpoint: Path) -> tuple[Path, str]:
 
 
 def _copied(wanted: Sequence[tuple[Path, Record]], folder: Path) -> Path:
-    """A folder whose held-out problems are those that are wanted, in their order; other problems have another."""
+    """A folder whose held-out problems are `wanted`, in order; its name is their digest."""
     lines = {path: path.read_text(encoding="utf-8").split("\n") for path in {path for path, _ in wanted}}
     rows = ({**json.loads(lines[path][record.row - 1]), "source": record.source} for path, record in wanted)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     folder = (folder / hashlib.blake2b(text.encode(), digest_size=6).hexdigest()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    if not (file := folder / "test.jsonl").exists():  # one that is written again would be other data for `evaluate`
+    if not (file := folder / "test.jsonl").exists():  # written again, it would count as other data for `evaluate`
         replace_file(file, text)
     return folder
 
 
 def _built(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The workflow at the end of an episode, and what became of it; `line` is its transcript."""
+    """The workflow at the end of an episode, with the result of its last run; `line` is the episode's transcript."""
     traces = [turn["shown"]["trace"] for turn in line["turns"] if turn.get("shown", {}).get("trace")]
     last = traces[-1] if traces else {"workflow": None, "answer": "", "status": "empty", "nodes": []}
     nodes = {(node["id"], node["turn"]): node for trace in traces for node in trace["nodes"] if not node["cached"]}
@@ -165,13 +165,13 @@ def _built(line: Mapping[str, Any]) -> dict[str, Any]:
         "errors": [node["error"] for node in last["nodes"] if node["error"]],
         **{name: outcome[f"executor_{name}"] for name in ("calls", "tokens", "cost")},
         "seconds": sum(turn["generate_s"] + turn["env_s"] for turn in line["turns"]),
-        # What a step gave that was not run again is in an earlier trace.
+        # A step that was cached has its outputs only in the earlier trace of the run that computed them.
         "trace": [{**nodes.get((node["id"], node["turn"]), {}), **node} for node in last["nodes"]],
     }
 
 
 def _baselines(first: Iterable[Mapping[str, Any]], sc_temperature: float) -> list[Job]:
-    """The baselines of a workflow whose rows these are."""
+    """The baselines of the workflow that the rows `first` are of."""
     branches = max(2, round(float(np.mean([row["calls"] for row in first]))))
     votes = f"[{', '.join([_IO] * branches)}] -> ScEnsemble"
     return [Job("io", parse(_IO), 0.0), Job("cot", parse(_COT), 0.0), Job("sc", parse(votes), sc_temperature)]
@@ -198,8 +198,10 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 async def _check(jobs: Sequence[Job], arguments: argparse.Namespace) -> None:
-    """Raises:
-    WorkflowError: one of them cannot be run with these operators and backends.
+    """Check the jobs' workflows before anything is asked.
+
+    Raises:
+        WorkflowError: one of them cannot be run with these operators and backends.
     """
     operators = load_operators(arguments.operators)
     async with open_backends(read_backends(arguments.backends)[0]) as backends:
@@ -216,7 +218,7 @@ async def _play_jobs(
     file: Path,
     arguments: argparse.Namespace,
 ) -> None:
-    """Add the rows of the fixed workflows, and of the baselines of whatever is first, to `rows`, by name."""
+    """Add the rows of the fixed workflows to `rows`, by name, and those of the baselines of the first entry in it."""
     config, default = read_backends(arguments.backends)
     async with open_backends(config) as backends:
         parts: dict[str, Any] = {"operators": load_operators(arguments.operators), "backends": backends}

@@ -56,12 +56,12 @@ _FIELDS = {
 
 
 def to_json(workflow: Workflow) -> dict[str, Any]:
-    """Form of a workflow that `json.dumps` takes."""
+    """The workflow as plain data for `json.dumps`."""
     return {"next_number": workflow.next_number, "steps": [_node_to_json(step) for step in workflow.root.steps]}
 
 
 def from_json(value: Any) -> Workflow:
-    """The workflow; nodes without an id get one.
+    """The workflow of `to_json`'s form; nodes without an id get one.
 
     Raises:
         WorkflowError: it is none; the message starts with the JSON path of what is wrong.
@@ -204,7 +204,7 @@ def _excerpt(value: Any) -> str:
 # -------------------------------------------------------------------------------------- as Python
 
 _INDENT = "    "
-_DEEPEST = 8  # level of a statement; what is deeper is a function of its own, since Python bounds nested blocks
+_DEEPEST = 8  # level of a statement; deeper ones get their own function, since Python limits nested blocks
 _FILE = '''"""{title}
 
 Written by flowjax.canvas, whose operators it needs. `python FILE [problem]` prints the answer.
@@ -347,12 +347,12 @@ def python_form(
 
 
 def _literal(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """The config as Python: what JSON has, with Python's names of constants."""
+    """The config as Python source: through JSON, so that it holds plain values only."""
     return repr(json.loads(json.dumps({name: dict(given) for name, given in config.items()})))
 
 
 class _Writer:
-    """Functions of a workflow, those of branches and of what is deep inside before those that use them."""
+    """Writes the functions of a workflow: those of branches and deep nodes before those that call them."""
 
     def __init__(self, operators: Mapping[str, type[Operator]]):
         self._operators = operators
@@ -364,7 +364,7 @@ class _Writer:
         self.functions.append("\n".join([f"async def {name}(steps):", *_indented(lines)]))
 
     def _node(self, node: Node, seed: int, level: int, depth: int) -> list[str]:
-        """The statements of a node, from no indentation on; `depth` is how deep they will stand."""
+        """The statements of a node, not indented; `depth` is the level at which they will stand."""
         if depth > _DEEPEST and isinstance(node, Conditional | Loop):
             self.add(f"node_{node.id}", node, seed, level)
             return [f"await node_{node.id}(steps)"]
@@ -381,7 +381,7 @@ class _Writer:
                     for branch in (then, otherwise)
                 ]
                 checks = f"checks_{node.id}"
-                # Only checks that the condition itself made decide, and of these the last; without one it is false.
+                # The last check that the condition itself made decides; without any it is false.
                 started = [f"{checks} = len(steps.checks)", *self._node(condition, seed, level, depth)]
                 return [*started, f"if any(steps.checks[{checks}:][-1:]):", *branches[0], "else:", *branches[1]]
             case Loop(body, count):

@@ -1,7 +1,7 @@
 """Workflow graphs: immutable values of five kinds of node, nested to any depth.
 
-Editing makes a new value (`flowjax.canvas.edits`). Ids are given once, by `Workflow.numbered`, and never given again,
-so that a deleted node's id stays free for ever.
+Editing makes a new value (`flowjax.canvas.edits`). Ids are given by `Workflow.numbered`, each only once: the id of a
+deleted node is never used again, so an id in a policy's earlier turns cannot mean another node later.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Union
 
-MAX_DEPTH = 50  # of nodes inside nodes; what reads workflows refuses deeper ones
+MAX_DEPTH = 50  # of nodes inside nodes; readers of workflows refuse deeper ones
 MAX_LOOP_COUNT = 10
 
 _NUMBERED_ID = re.compile(r"n([1-9][0-9]{0,8})", re.ASCII)
@@ -23,9 +23,9 @@ class WorkflowError(ValueError):
 class Call:
     """One operator at work.
 
-    `instruction` is for the backend ("" is the operator's own), `backend` names who answers ("" is the default), and
-    `inputs` binds input fields to other nodes' outputs, as `(field, "node_id.field")`, where the state's newest value
-    is not what is wanted.
+    `instruction` is for the backend ("" is the operator's own), and `backend` is the name of the backend that answers
+    ("" is the default). `inputs` binds input fields to outputs of other nodes, as `(field, "node_id.field")`; unbound
+    fields get the state's newest value.
     """
 
     operator: str
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Steps one after the other, each on the state that the one before has left."""
+    """Steps one after the other, each on the state that the step before it left."""
 
     steps: tuple["Node", ...]
     id: str = ""
@@ -66,7 +66,7 @@ class Conditional:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The body up to `count` times. A check that passes as a direct step of the body ends the loop there and then."""
+    """The body up to `count` times. A check that is a direct step of the body ends the loop at once when it passes."""
 
     body: "Node"
     count: int
@@ -78,15 +78,15 @@ Node = Call | Sequence | Parallel | Conditional | Loop
 
 @dataclass(frozen=True, slots=True)
 class Workflow:
-    """A sequence at the top, and the number that the next new node's id gets."""
+    """A sequence at the top, and the number of the next new node's id."""
 
     root: Sequence = field(default_factory=lambda: Sequence(()))
     next_number: int = 1
 
     def numbered(self) -> "Workflow":
-        """The same with an id (`n1`, `n2`, ...) for every node that has none, in reading order. The root keeps "".
+        """The workflow with an id (`n1`, `n2`, ...) for every node without one, in reading order. The root keeps "".
 
-        Numbers that ids already have are passed over.
+        New numbers are above all numbers in use.
         """
         numbers = [int(match[1]) for node in self.nodes() if (match := _NUMBERED_ID.fullmatch(node.id))]
         number = max([self.next_number, *(used + 1 for used in numbers)])
@@ -128,7 +128,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def with_children(node: Node, new: tuple[Node, ...]) -> Node:
-    """The node with others inside, as many as `children` gives."""
+    """The node with other children, as many as `children` gives."""
     match node:
         case Call():
             return node
@@ -153,7 +153,7 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def without_ids(node: Node) -> Node:
-    """The node with no ids, and inputs bound to places inside it: equal for nodes that do the same."""
+    """The node without ids, equal for nodes that do the same; bindings to nodes inside name their index in `walk`."""
     places = {inner.id: f"#{place}" for place, inner in enumerate(walk(node)) if inner.id}
 
     def renamed(reference: str) -> str:
@@ -170,6 +170,7 @@ def without_ids(node: Node) -> Node:
 
 def depth(node: Node) -> int:
     """Depth of nodes inside one another: 1 for a call or an empty sequence."""
+    # Level by level and not recursive: a node that is too deep must be refused, not overflow Python's stack.
     deepest, level = 0, [node]
     while level:
         deepest += 1
@@ -178,9 +179,9 @@ def depth(node: Node) -> int:
 
 
 def in_sequence(steps: Iterable[Node], id: str = "") -> Node | None:
-    """The steps one after the other, as few nodes as that takes.
+    """The steps one after the other, in as few nodes as possible.
 
-    Sequences among several steps are dissolved; a single step stands for itself, and no steps give None.
+    Sequences among several steps are dissolved; a single step is returned itself, and no steps give None.
     """
     given = tuple(steps)
     if len(given) < 2:
@@ -189,7 +190,7 @@ def in_sequence(steps: Iterable[Node], id: str = "") -> Node | None:
 
 
 def steps_of(node: Node | None) -> tuple[Node, ...]:
-    """The steps of a sequence; another node is its own only step, None has none."""
+    """The steps of a sequence; any other node is a single step, None is no step."""
     match node:
         case None:
             return ()

@@ -1,6 +1,6 @@
-"""Fixed workflows over problems: a row for each, which is kept and not asked for again, and their tables.
+"""Plays fixed workflows over problems: keeps a row for each, so that none is played twice, and makes tables of them.
 
-A row says what was asked, answered and right, and what was spent (docs/canvas/running.md).
+A row has the question, the answer, the right answer, and the usage (docs/canvas/running.md).
 """
 
 import argparse
@@ -38,7 +38,7 @@ from flowjax.monitor.statistics import difference, task_interval
 
 ROWS = "rows.jsonl"  # their file
 _TRIES, _PAUSE_S = 3, 2.0  # of a problem whose backend is away
-# What a command's user can correct.
+# Errors that the user of a command can correct.
 _MISTAKES = (
     *(WorkflowError, BackendConfigError, OperatorRegistryError),
     *(ConfigError, WorldError, GraderError, IsolationError, OSError),
@@ -47,12 +47,12 @@ _COUNTED = ("calls", "tokens", "cost", "seconds")
 
 
 class BackendAway(RuntimeError):
-    """A backend that does not answer; what was played is kept."""
+    """A backend does not answer; rows played so far are kept."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A workflow by the name that results have for it, the temperature of its calls, and most calls of a problem."""
+    """A workflow, its name in the results, the temperature of its calls, and the most calls for one problem."""
 
     name: str
     workflow: Workflow
@@ -68,8 +68,8 @@ class Job:
         default: str,
         packages: tuple[str, ...] = (),
     ) -> str:
-        """Equal for rows that are interchangeable: the same workflow, problem, grading, model and temperature, the same
-        packages, and the same code of operators that are not ours."""
+        """Key of a row, equal for interchangeable rows: the same workflow, problem, grading, model, temperature and
+        packages, and the same code of operators from outside flowjax."""
         identities = {name: backend.identity for name, backend in backends.items()}
         problem = problem_digest(record.problem)
         asked = [show(self.workflow), self.temperature, identities, default, file.name, record.row, problem]
@@ -85,8 +85,10 @@ class Job:
 def read_problems(
     path: Path, limit: int = 0, packages: Sequence[str] = (), *, flag: str = "--data"
 ) -> tuple[list[tuple[Path, Record]], dict[str, int]]:
-    """The problems of a file or folder, the first `limit` of each file where that is above 0; the rows that were left
-    out, by the reason. `packages` are folders that programs may import from; `flag` is what an error names.
+    """The problems of a file or folder, and the number of rows left out, by reason.
+
+    `limit` above 0 takes the first problems of each file. Programs may import from the folders `packages`; errors name
+    `flag`.
 
     Raises:
         WorldError: there is none, or a row is no problem.
@@ -136,14 +138,14 @@ def _packages_folder(path: str) -> str:
 
 
 def refuse_below(parser: argparse.ArgumentParser, arguments: argparse.Namespace, least: Mapping[str, float]) -> None:
-    """End the command where a number is less than it may be, or none."""
+    """End the command where a number is below its bound, or is nan."""
     for name, bound in least.items():
-        if not getattr(arguments, name) >= bound:
+        if not getattr(arguments, name) >= bound:  # and not `<`, which is false for nan
             parser.error(f"--{name}={getattr(arguments, name)}: give at least {bound}")
 
 
 def exit_status(work: Callable[[], None]) -> int:
-    """The status that a command ends with, and words on standard error where it is not 0."""
+    """Do the work; returns the command's exit status, with a message on standard error where it is not 0."""
     try:
         work()
     except KeyboardInterrupt:
@@ -170,9 +172,9 @@ async def play(
     at_once: int,
     packages: tuple[str, ...],
 ) -> list[dict[str, Any]]:
-    """The rows of a job, in the order of the problems; those that are missing are played and kept.
+    """The rows of a job, in the order of the problems; missing ones are played, and appended to `file` and `rows`.
 
-    Where a backend is away no further problem is begun; those that are under way come to their ends, and are kept.
+    Where a backend is away no further problem is started; those under way are finished and kept.
 
     Raises:
         BackendAway: a backend does not answer.
@@ -186,12 +188,12 @@ async def play(
 
     called = (operators.get(call.operator) for call in job.workflow.calls())
     if set(keys) - rows.keys() and any(each is not None and each.runs_programs for each in called):
-        # To `run` it would be an outage, which is waited for.
+        # Checked here: `run` would report it as an outage, which is tried again.
         await asyncio.to_thread(settings["sandbox"].require)
 
     async def one(key: str, path: Path, record: Record) -> None:
         async with slots:
-            if key in rows or away:  # of an earlier start, or of another name for the same workflow
+            if key in rows or away:  # from an earlier start, or from the same workflow under another name
                 return
             try:
                 row = await _played(key, job, path, record, settings)
@@ -214,8 +216,10 @@ async def play(
 
 
 async def _played(key: str, job: Job, path: Path, record: Record, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises:
-    BackendAway: after some tries.
+    """Play and grade one problem; an outage is tried again.
+
+    Raises:
+        BackendAway: the backend is away at each of `_TRIES`.
     """
     played = await run(job.workflow, record.problem, temperature=job.temperature, **settings)
     for _ in range(_TRIES - 1):
@@ -230,7 +234,7 @@ async def _played(key: str, job: Job, path: Path, record: Record, settings: Mapp
 def _row(
     key: str, job: Job, path: Path, record: Record, played: WorkflowRun, packages: tuple[str, ...]
 ) -> dict[str, Any]:
-    """A problem as it was played and graded: hidden tests stay hidden."""
+    """The row of a played problem, with its grade; hidden tests are not in it."""
     problem, usage = record.problem, played.usage
     gold = record.tests if record.tests is not None else record.gold
     options = dict(problem.options)
@@ -258,14 +262,15 @@ def _row(
 
 
 def question_of(path: Path, record: Record) -> dict[str, Any]:
-    """The problem of a row, and what is right."""
+    """The fields of a row that describe the problem, with the right answer."""
     gold = list(record.gold) or "hidden tests"
     place = {"source": record.source, "file": path.name, "row": record.row}
     return {**place, "question": record.problem.text, "gold": gold}
 
 
 def kept_rows(file: Path) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier start by their keys; one that was cut short or damaged is cut out, and played again."""
+    """The rows of an earlier start, by key. Damaged lines, such as one that a crash cut short, are removed from the
+    file, so that their problems are played again."""
     if not file.exists():
         return {}
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -286,7 +291,7 @@ def write_rows(file: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Accuracy with its interval over problems, and the mean of what was spent; of all, and by source."""
+    """Accuracy with its interval over problems, and mean usage: of all rows, and by source."""
 
     def part(of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         mean, low, high = task_interval(np.array([float(row["correct"]) for row in of]))
@@ -314,7 +319,7 @@ def _against(rows: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any
 def write_results(
     out: Path, rows: Mapping[str, Sequence[Mapping[str, Any]]], left_out: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
-    """Write `results.json` and `results.md` of workflows, by name, each beside the first; returns what they say."""
+    """Write `results.json` and `results.md` of workflows, by name, each compared with the first; return the results."""
     first = next(iter(rows.values()))
     results = {name: summarise(of) | {"left_out": dict(left_out)} for name, of in rows.items()}
     for name, of in rows.items():

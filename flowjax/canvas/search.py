@@ -94,7 +94,7 @@ Change it in one place, so that it solves more. Say in one sentence why, and the
 
 @dataclass(frozen=True)
 class Round:
-    """A workflow that was played, the number of the round whose workflow it was made of, and its rows."""
+    """A workflow that was played, the index of the round whose workflow it was made from, and its rows."""
 
     workflow: Workflow
     parent: int | None
@@ -106,31 +106,31 @@ class Round:
 
     @property
     def calls(self) -> int:
-        """At least one for each problem, so that workflows which ask nothing do not make a search endless."""
+        """Calls of all rows, at least one for each problem: workflows that ask nothing would make a search endless."""
         return sum(max(1, row["calls"]) for row in self.rows)
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The higher the better: of two that solve as much, the one that asks less."""
+        """Higher is better: accuracy first, then fewer calls."""
         return self.accuracy, -self.calls
 
 
 def chances(accuracies: Sequence[float]) -> np.ndarray:
-    """Chances of workflows to be changed next: p = u / n + (1 - u) softmax(s * accuracy in percent), shape [n].
+    """Probabilities of workflows to be changed next: p = u / n + (1 - u) softmax(s * accuracy in percent), shape [n].
 
     u is `UNIFORM` and s is `SHARPNESS` (Zhang et al. 2024, section 3.2).
     """
     percent = 100 * np.asarray(accuracies)
-    weights = np.exp(SHARPNESS * (percent - percent.max()))
+    weights = np.exp(SHARPNESS * (percent - percent.max()))  # less the maximum: no overflow, and the same softmax
     return UNIFORM / len(percent) + (1 - UNIFORM) * weights / weights.sum()
 
 
 @dataclass(frozen=True)
 class Space:
-    """Operators, backends and instructions that workflows may be made of.
+    """The search space: operators, backends and instructions that workflows may be made of.
 
-    backends: those that a workflow may name.
-    drawn: those that random edits send calls to, "" for the default one.
+    backends: names that a workflow may use.
+    drawn: names that random edits choose from, "" for the default backend.
     """
 
     operators: Mapping[str, type[Operator]]
@@ -139,7 +139,7 @@ class Space:
     phrases: Sequence[str] = ()
 
     def fault(self, workflow: Workflow) -> str:
-        """Reason for which a workflow is not played, "" where it is."""
+        """Reason not to play a workflow, "" for one that is played."""
         if sum(1 for _ in workflow.nodes()) > MAX_NODES:
             return f"It has more than {MAX_NODES} nodes."
         if not any(True for _ in workflow.calls()):
@@ -147,7 +147,7 @@ class Space:
         return " ".join(problems(workflow, self.operators, self.backends))
 
     def names(self, *roles: Role) -> list[str]:
-        """Operators of some roles."""
+        """Names of the operators of these roles, hidden ones left out."""
         hidden = {operator.name for operator in HIDDEN}
         return [name for name, of in self.operators.items() if of.role in roles and name not in hidden]
 
@@ -156,7 +156,7 @@ class Space:
 
 
 def random_edit(workflow: Workflow, space: Space, rng: np.random.Generator) -> Workflow | None:
-    """The workflow with one random change, None where that change is none of it."""
+    """The workflow with one random change, None where the drawn change cannot be applied to it."""
     calls = list(workflow.calls())
     change = _CHANGES[int(rng.integers(len(_CHANGES)))]
     try:
@@ -191,7 +191,7 @@ def _change_backend(workflow: Workflow, call: Call, space: Space, rng: np.random
 
 
 def _vote(workflow: Workflow, call: Call, space: Space, rng: np.random.Generator) -> Workflow | None:
-    """Several of a solver side by side, half of the time different ones."""
+    """Replace a solver by `BRANCHES` in parallel and a combiner: copies of it, or half of the time random solvers."""
     solvers, combiners = space.names("solver"), space.names("combiner")
     if call.operator not in solvers or not combiners:
         return None
@@ -230,7 +230,7 @@ def _one(choices: Sequence[Any], rng: np.random.Generator) -> Any:
 
 
 def optimizer_prompt(rounds: Sequence[Round], parent: int, space: Space) -> str:
-    """The message to an optimizer: the workflow, what was made of it before, and problems that it fails on."""
+    """The message to an optimizer: the workflow, earlier changes of it, and problems that it fails on."""
     current = rounds[parent]
     made = [each for each in rounds if each.parent == parent]
     tried = "".join(f"{100 * each.accuracy:.0f} %: {show(each.workflow)}\n" for each in made)
@@ -257,7 +257,7 @@ def _cut(value: Any) -> str:
 
 
 def read_proposal(reply: str, space: Space) -> tuple[Workflow | None, str]:
-    """The workflow of an optimizer's reply; None and the reason where there is none that can run."""
+    """The workflow in an optimizer's reply and ""; None and the reason where it has none that can run."""
     found = _WORKFLOW.findall(reply)
     if not found:
         return None, "There is no <workflow> in your reply."
@@ -274,9 +274,9 @@ def read_proposal(reply: str, space: Space) -> tuple[Workflow | None, str]:
 
 @dataclass
 class WorkflowSearch:
-    """The means to play rounds.
+    """Plays rounds of a search.
 
-    play: plays a workflow on the problems of the search, and gives its rows.
+    play: plays a workflow on the problems of the search, and returns its rows.
     optimizer: None for random edits.
     asked: requests to the optimizer so far.
     """
@@ -288,7 +288,7 @@ class WorkflowSearch:
     asked: int = 0
 
     async def run(self, start: Workflow, calls: int) -> list[Round]:
-        """All rounds, the first of which is that of `start`; no other is begun once `calls` are used up."""
+        """All rounds, that of `start` first; none is started once `calls` are used up."""
         rounds = [Round(start, None, await self.play(start))]
         seen = {show(start)}
         while self.spent(rounds) < calls:
@@ -303,17 +303,17 @@ class WorkflowSearch:
         return rounds
 
     def spent(self, rounds: Sequence[Round]) -> int:
-        """Calls of all rounds, those that the optimizer took included."""
+        """Calls of all rounds and requests to the optimizer."""
         return sum(each.calls for each in rounds) + self.asked
 
     def _parent(self, rounds: Sequence[Round]) -> int:
-        """One of the best, or the start."""
+        """Index of the round to change next, drawn by `chances` from the `PARENTS` best and the first."""
         best = sorted(range(len(rounds)), key=lambda number: rounds[number].rank, reverse=True)[:PARENTS]
         choices = list(dict.fromkeys([*best, 0]))
         return choices[int(self.rng.choice(len(choices), p=chances([rounds[number].accuracy for number in choices])))]
 
     async def _changed(self, rounds: Sequence[Round], parent: int, seen: set[str]) -> tuple[Workflow, int] | None:
-        """A workflow that was not played yet and the number of what it was made of, None where none is found."""
+        """A workflow that was not played yet, and the index of the round it was made from; None where none is found."""
         if self.optimizer is None:
             return self._edited(rounds, parent, seen)
         messages = [{"role": "user", "content": optimizer_prompt(rounds, parent, self.space)}]
@@ -323,7 +323,7 @@ class WorkflowSearch:
             self.asked += 1
             try:
                 reply = (await reply_of(self.optimizer, request)).text
-            except Exception as error:  # as `Backend` says: what is no refusal of this request is an outage
+            except Exception as error:  # as `Backend` says: all but a refusal of this request is an outage
                 if not isinstance(error, BackendError) or isinstance(error, BackendUnavailable):
                     raise BackendAway(f"--optimizer: {type(error).__name__}: {error}") from error
                 logging.warning("The optimizer refuses (%s): the next edit is random", error)
@@ -337,7 +337,7 @@ class WorkflowSearch:
         return self._edited(rounds, parent, seen)  # so that an optimizer which fails does not end the search
 
     def _edited(self, rounds: Sequence[Round], parent: int, seen: set[str]) -> tuple[Workflow, int] | None:
-        """By a random edit; of another workflow where all of this one's seem to be tried."""
+        """As `_changed`, by a random edit; of another workflow where no edit of this one was new in `_DRAWS` draws."""
         for number in (parent, *range(len(rounds) - 1, -1, -1)):
             for _ in range(_DRAWS):
                 workflow = random_edit(rounds[number].workflow, self.space, self.rng)
@@ -348,7 +348,7 @@ class WorkflowSearch:
 
 @dataclass(frozen=True)
 class Data:
-    """Problems that the search plays, as many that decide between its best, and those that say what came of it."""
+    """Problems: `wanted` for the search, `further` to decide between its best, `held_out` to measure what was found."""
 
     wanted: Sequence[tuple[Path, Record]]
     further: Sequence[tuple[Path, Record]]
@@ -357,7 +357,7 @@ class Data:
 
 
 def read_data(arguments: argparse.Namespace) -> Data:
-    """The problems of `--data`, without those that are held out, and of `--held_out`.
+    """The problems of `--held_out`, and those of `--data` that are not among them.
 
     Raises:
         WorldError: there are none, or too few.

@@ -56,7 +56,7 @@ _EXCERPT_CHARACTERS = 24
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A word of the text. `kind` is a group's name above, or the mark itself."""
+    """A token of the text. `kind` is a group's name in `_TOKEN`, or the mark itself."""
 
     kind: str
     text: str
@@ -64,10 +64,10 @@ class Token:
 
 
 def tokens(source: str) -> list[Token]:
-    """The words, with one of kind `end` last.
+    """The tokens of a text; the last one is of kind `end`.
 
     Raises:
-        WorkflowError: something in the text is no word.
+        WorkflowError: a part of the text is no token.
     """
     found, position = [], 0
     while True:
@@ -87,11 +87,11 @@ def unquoted(source: str, token: Token) -> str:
     """Content of a quoted string; line breaks may stand in it as they are.
 
     Raises:
-        WorkflowError: a backslash with no meaning, or half of a surrogate pair.
+        WorkflowError: an unknown escape, or a lone surrogate.
     """
     try:
-        text = json.loads(token.text, strict=False)
-        text.encode()
+        text = json.loads(token.text, strict=False)  # not strict: line breaks are allowed
+        text.encode()  # fails for a lone surrogate
     except json.JSONDecodeError as bad:
         remedy = f'{bad.msg}: write strings as in JSON, \\" for a quote and \\\\ for a backslash'
         raise error(source, token.start + bad.pos, remedy) from bad
@@ -101,7 +101,7 @@ def unquoted(source: str, token: Token) -> str:
 
 
 def error(source: str, position: int, what: str) -> WorkflowError:
-    """The error, with where it is."""
+    """An error whose message begins with its place in the text."""
     rest = source[position : position + _EXCERPT_CHARACTERS]
     where = f"before `{rest}`" if rest else "at the end"
     return WorkflowError(f"Character {position + 1}, {where}: {what}.")
@@ -119,16 +119,16 @@ def _remedy(character: str) -> str:
     )
 
 
-_MAX_COUNT_DIGITS = 9  # what is more is no count; which counts are allowed is for the checks to say
+_MAX_COUNT_DIGITS = 9  # `flowjax.canvas.checks` has the real limit
 
 
 def parse(source: str, *, reference: bool = False) -> Workflow:
     """The workflow that a text describes, numbered. Ids in the text are kept; an empty text is an empty workflow.
 
-    Operators' names, loop counts and whatever else concerns sense are not looked at: see `flowjax.canvas.checks`.
+    Only the syntax is checked here: `flowjax.canvas.checks` checks operators' names, loop counts and the rest.
 
     Raises:
-        WorkflowError: the text is no workflow; says where, and what would be right.
+        WorkflowError: the text is no workflow; the message says where, and what would be right.
     """
     return Workflow(Sequence(steps_of(_Parser(source, reference).whole()))).numbered()
 
@@ -297,8 +297,8 @@ class _Parser:
 def show(piece: Node | Workflow, *, ids: bool = False, instructions: bool = True, reference: bool = False) -> str:
     """The text of a workflow or of a part of it. `parse(show(workflow))` is the workflow again.
 
-    `ids` writes every node's; without it only those are written that other nodes' inputs name. `instructions=False`
-    leaves instructions and bindings out, for a short outline.
+    `ids` writes all ids; without it only those that bindings of other nodes name. `instructions=False` leaves
+    instructions and bindings out, for a short outline.
     """
     node = piece.root if isinstance(piece, Workflow) else piece
     named = {source.partition(".")[0] for call in walk(node) if isinstance(call, Call) for _, source in call.inputs}
@@ -311,7 +311,7 @@ class _Printer:
         self.shown_ids, self.instructions, self.reference = shown_ids - {""}, instructions, reference
 
     def steps(self, node: Node) -> str:
-        """Text of a node where anything may stand: at the top, inside parentheses, as a branch of a parallel."""
+        """Text of a node where any node may stand: at the top, inside parentheses, as a branch of a parallel."""
         if isinstance(node, Sequence) and node.id not in self.shown_ids:
             one, *more = node.steps or (None,)
             return self.steps(one) if one and not more else " -> ".join(map(self.unit, node.steps))
@@ -320,7 +320,7 @@ class _Printer:
         return self.unit(node)
 
     def unit(self, node: Node) -> str:
-        """Text of a node where a single step stands, so that sequences and conditionals need parentheses."""
+        """Text of a node where only a single step may stand: sequences and conditionals get parentheses."""
         match node:
             case Call():
                 return self.call(node)

@@ -8,7 +8,7 @@ Fields that operators share by name; an operator may add others of its own:
     candidates   texts  one answer (program) per branch             thought      text   the reasoning behind the answer
     passed       flag   what the newest check found                 feedback     text   why, for whoever revises
 
-Beside them, what a run leaves behind: its answer, and what every node was given, gave, cost and took.
+And the result of a run: its answer, and for every node its inputs, outputs, usage and seconds.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ ProblemKind = Literal["math", "qa", "code", "choice", "general"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """An input or an output of an operator. An operator fails, in words, where a required input is missing."""
+    """An input or an output of an operator. A call fails, with a message, where a required input is missing."""
 
     name: str
     kind: Kind = "text"
@@ -35,10 +35,10 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Part of a task that a workflow may see. The right answer and hidden tests are not in it.
+    """The part of a task that a workflow may see. The right answer and hidden tests are not in it.
 
     `options` are those of a multiple choice, letter -> text; `public_tests` are assert statements that operators may
-    run, and `entry_point` the function that they call. `part`: the program is the rest of one that the text begins.
+    run, and `entry_point` the function that they call. `part`: the wanted program continues one that `text` begins.
     """
 
     text: str
@@ -56,7 +56,7 @@ RunStatus = Literal["ok", "error", "budget", "executor_error", "empty"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Sum of what was spent. `cost` is in the currency of the backend's price list; cached answers cost nothing."""
+    """Usage of backends. `cost` is in the currency of the backend's price list; cached answers cost nothing."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -74,10 +74,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """One run of one call. `turn` counts its runs from 1, as a loop repeats it; `cached` ones were not run again.
+    """One run of one call. `turn` counts the call's runs from 1, since a loop repeats it; `cached` ones did not run.
 
-    "budget": it was cut short, or would have been; "executor_error": its backend was away. `error` says why it did not
-    come to a good end.
+    Status "budget": a limit stopped it, or kept it from starting; "executor_error": its backend was away. `error` says
+    why it has no outputs.
     """
 
     node_id: str
@@ -94,10 +94,10 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True)
 class NodeEvent:
-    """Start or end of one call of a run, or a reply to it on its way, as it happens.
+    """Start or end of one call of a run, or a part of a reply to it, as it happens.
 
-    `node_run` is what the end leaves in the trace; `text` is the reply so far. Calls side by side start and end in
-    whatever order they do. `seconds` are since the start of the run.
+    `node_run` is the call's entry in the trace, at its end; `text` is the reply so far. Parallel calls start and end in
+    any order. `seconds` are since the start of the run.
     """
 
     node_id: str
@@ -110,13 +110,13 @@ class NodeEvent:
 
 @dataclass(frozen=True, slots=True)
 class WorkflowRun:
-    """A run. `answer` is the state's newest answer (its newest code for a code problem), "" if there is none.
+    """Result of a run. `answer` is the state's newest answer (its newest code for a code problem), "" if there is none.
 
     `status` is "error" when a node outside a parallel failed, "budget" when a limit ended the run, "executor_error"
-    when a backend or the sandbox was away, which is no fault of the workflow; the answer is then the last there was,
-    and `error` says what happened. "empty" is a workflow without calls. `trace` has the calls that were reached, in
-    reading order; those that were not are not in it. `unanswered_s` is how long the oldest request had waited that the
-    run's end cut off (a program: beyond the time that is its own).
+    when a backend or the sandbox was away, which is no fault of the workflow; the answer is then the last one before
+    that, and `error` says what happened. "empty" is a workflow without calls. `trace` has the calls that were reached,
+    in reading order, and no others. `unanswered_s` is the longest wait of a request that the end of the run cancelled
+    (of a program: beyond its own time limit).
     """
 
     answer: str
@@ -129,24 +129,24 @@ class WorkflowRun:
     unanswered_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Form of a run that `json.dumps` takes: its fields, those of its calls in `trace`, and `errors`."""
+        """The run as plain data for `json.dumps`: its fields, its calls' fields in `trace`, and `errors`."""
         return {**dataclasses.asdict(self), "errors": self.errors}
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Messages of what went wrong in the run's calls, also in those that others stood in for; and of a run that
-        ended before any call."""
+        """Messages of all calls that failed, also where another branch made up for it; where there is none, the run's
+        `error`, as of a run that ended before any call."""
         found = tuple(f"{node.node_id} {node.operator}: {node.error}" for node in self.trace if node.error)
         return found or ((self.error,) if self.error else ())
 
 
 def sendable(value: Value) -> Value:
-    """The value with halves of surrogate pairs replaced: they are no text that can be sent, hashed or written."""
+    """The value with lone surrogates replaced: UTF-8 lacks them, so they cannot be sent, hashed or written."""
     if isinstance(value, tuple):
         return tuple(text.encode(errors="replace").decode() for text in value)
     return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def in_thinking(text: str) -> bool:
-    """True for a reply that ends before its thoughts do, wherever they began: there is no answer in it."""
+    """True for a reply that ends inside its thinking, wherever that began: there is no answer in it."""
     return text.rfind("<think>") > text.rfind("</think>")

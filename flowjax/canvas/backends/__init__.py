@@ -1,4 +1,4 @@
-"""The protocol of backends: requests, completions, and what tokens cost; and a backend that answers by rules."""
+"""The protocol of backends: requests, completions, prices of tokens; and a backend that answers by rules."""
 
 import asyncio
 import hashlib
@@ -21,12 +21,12 @@ OnText = Callable[[str], None]
 
 
 class BackendError(RuntimeError):
-    """A request that the backend refuses, by what stands in it: its call fails."""
+    """A request that the backend refuses for its content: the operator's call fails, the run goes on."""
 
 
 class BackendUnavailable(BackendError):
-    """A backend that is away, overloaded, wrongly configured or answering nonsense, whatever it is asked; or a sandbox
-    on a machine without a processor, memory or process for the program.
+    """A backend that is away, overloaded, wrongly configured or gives invalid replies, whatever the request; or a
+    sandbox on a machine that has no processor, memory or process for the program.
 
     It says nothing about the workflow: the run ends with status "executor_error".
     """
@@ -38,8 +38,8 @@ class Request:
 
     `seed` tells apart calls that are meant to differ (the branches of a parallel, the votes of an ensemble). `tags` say
     what the call is for (`operator`, and the operator's `input.<field>` values as text): endpoints ignore them, offline
-    backends live by them. `schema` is a JSON schema that the answer must follow, where the backend can hold it to one.
-    `on_text` gets the reply so far while it is sampled, from backends that can; a try that fails begins anew.
+    backends choose by them. `schema` is a JSON schema that the answer must follow, where the backend supports one.
+    `on_text` is called with the reply so far while it is sampled, by backends that stream; a new try starts from "".
     """
 
     messages: Sequence[Message]
@@ -62,10 +62,10 @@ class Completion:
 
 
 class Backend(Protocol):
-    """Answers requests. `identity` is equal exactly where equal requests may share an answer: caches go by it.
+    """Answers requests. `identity` is part of cache keys: equal exactly where equal requests may share an answer.
 
-    Whatever else than `BackendError` it raises counts as `BackendUnavailable`, as does a reply that is no completion.
-    Who needs a reply calls `reply_of`, which sees to the latter.
+    Any exception other than `BackendError` counts as `BackendUnavailable`, and so does a reply that is no `Completion`.
+    Call `reply_of`, which checks the reply, and not `complete` itself.
     """
 
     @property
@@ -74,17 +74,17 @@ class Backend(Protocol):
     async def complete(self, request: Request) -> Completion:
         """Raises:
         BackendError: the request is refused.
-        BackendUnavailable: there is no answer to be had at present.
+        BackendUnavailable: it cannot answer at present.
         """
         ...
 
 
 async def reply_of(backend: Backend, request: Request) -> Completion:
-    """The reply of a backend. One of anyone's own making may reply with what is no answer, and cannot be counted.
+    """The reply of a backend, checked: a user's own class may return anything, or usage that cannot be counted.
 
     Raises:
         BackendError: the request is refused.
-        BackendUnavailable: there is no answer, or it is none; the message then names the class and the field.
+        BackendUnavailable: there is no answer, or an invalid one; the message then names the class and the field.
     """
     completion = await backend.complete(request)
     if fault := _completion_fault(completion):
@@ -104,7 +104,7 @@ def _completion_fault(reply: Any) -> str:
         if not isinstance(value := getattr(reply.usage, name), int) or value < 0:
             return f"usage.{name} is {shown(value)}: give a whole number from 0 on"
     cost = reply.usage.cost
-    if not isinstance(cost, int | float) or not 0 <= cost < math.inf:  # false of nan, too
+    if not isinstance(cost, int | float) or not 0 <= cost < math.inf:  # refuses nan, too: it compares false
         return f"usage.cost is {shown(cost)}: give a number from 0 on"
     return ""
 
@@ -117,15 +117,15 @@ class Prices:
     sampled: float = 0.0
 
     def cost(self, prompt_tokens: int, sampled_tokens: int) -> float:
-        """Cost of so many tokens."""
+        """Cost of these numbers of tokens."""
         return (prompt_tokens * self.prompt + sampled_tokens * self.sampled) / _TOKENS_PER_MILLION
 
 
 def usage_of(answer: Mapping[str, Any], messages: Sequence[Message], text: str, prices: Prices) -> Usage:
     """The usage that an answer of the chat API states.
 
-    An endpoint that does not state it is warned of, and its tokens are estimated from the length of the texts, so that
-    budgets hold there too.
+    Where an endpoint does not state it, a warning is logged, and tokens are estimated from the length of the texts, so
+    that budgets hold there too.
     """
     stated = answer.get("usage")
     stated = stated if isinstance(stated, Mapping) else {}
@@ -137,22 +137,22 @@ def usage_of(answer: Mapping[str, Any], messages: Sequence[Message], text: str, 
 
 
 def _tokens(stated: Mapping[str, Any], name: str) -> int | None:
-    """Number that an answer states, None where it states none. One below 0 would fill a budget up again."""
+    """Number that an answer states, None where it states none. A negative one is not used: it would refill a budget."""
     tokens = stated.get(name)
     return tokens if isinstance(tokens, int) and tokens >= 0 else None
 
 
 async def streamed_answer(chunks: AsyncIterable[bytes], on_text: OnText) -> bytes:
-    """The answer of the chat API that the server-sent events of a stream add up to, as if it had come whole.
+    """Join the server-sent events of a stream into one answer of the chat API, as if it had not been streamed.
 
-    What is no such event, or says an error, is returned as it stands, and nothing where the stream has no end.
+    An event that cannot be read, or that reports an error, is returned as it is; b"" where the stream breaks off.
     """
     answer: dict[str, Any] = {}
     text, refusal, finish_reason = "", "", None
     async for line in _lines(chunks):
         name, _, data = line.partition(b":")
         if name.strip() != b"data":
-            continue  # a comment, which keeps the connection open, or the line between two events
+            continue  # a comment, sent to keep the connection open, or the empty line between two events
         if data.strip() == b"[DONE]":
             break
         try:
@@ -169,14 +169,14 @@ async def streamed_answer(chunks: AsyncIterable[bytes], on_text: OnText) -> byte
         answer |= stated
         if delta.get("content"):
             on_text(text)
-    if finish_reason is None:
+    if finish_reason is None:  # broken off: the text so far must not pass for a whole reply
         return b""
     message = {"content": text, "refusal": refusal}
     return json.dumps({**answer, "choices": [{"message": message, "finish_reason": finish_reason}]}).encode()
 
 
 async def _lines(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Lines of any length; the stream's own reader has a longest one."""
+    """Lines of any length: the stream reader's own iteration over lines fails on long ones."""
     rest = b""
     async for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -186,7 +186,7 @@ async def _lines(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 
 def prompt_estimate(messages: Sequence[Message]) -> int:
-    """Roughly how many tokens the messages are."""
+    """Rough number of tokens of the messages."""
     return sum(-(-len(message["content"]) // _CHARACTERS_PER_TOKEN) for message in messages)
 
 
@@ -196,7 +196,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Matches a request if every condition that is given does.
+    """Answer to requests that meet every condition given here.
 
     `answer` is a text, several texts to choose from, or a function of the request. With `error`, the request fails.
     """

@@ -33,7 +33,7 @@ _PATIENCE_FIELDS = (
 _LIMIT_FIELDS = ("requests_per_minute", "tokens_per_minute", "concurrency")
 _OTHER_FIELDS = ("base_url", "model", "api_key_env", "prices", "token_limit_field", "structured", "extra_body")
 _OPENAI_FIELDS = (*_OTHER_FIELDS, "identity", "use_proxy", *_PATIENCE_FIELDS, *_LIMIT_FIELDS)
-# Types of options that are no numbers. A text where a flag is wanted would else count as true.
+# Types of options that are no numbers. Unchecked, a text in place of a flag would count as true, "false" too.
 _OPENAI_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("model", "api_key_env", "identity"), str),
     **dict.fromkeys(("structured", "use_proxy"), bool),
@@ -54,13 +54,13 @@ class BackendConfigError(ValueError):
 
 
 def backends_from_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Backend]:
-    """The backends by the names that workflows call them by.
+    """The backends, by the names that workflows use for them.
 
     `kind` is "openai", "offline", or `package.module:function` of a function that gets the other options and gives a
     backend. Options that are None count as not given.
 
     Raises:
-        BackendConfigError: in words, and without secrets.
+        BackendConfigError: one is configured wrongly; the message holds no secret.
     """
     if not config:
         raise BackendConfigError("backends is empty: configure at least one")
@@ -69,10 +69,10 @@ def backends_from_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, B
 
 @contextlib.asynccontextmanager
 async def open_backends(config: Mapping[str, Mapping[str, Any]]) -> AsyncIterator[dict[str, Backend]]:
-    """The same, whose connections are closed at the end.
+    """As `backends_from_config`; closes the connections at the end.
 
     Raises:
-        BackendConfigError: in words, and without secrets.
+        BackendConfigError: one is configured wrongly; the message holds no secret.
     """
     backends = backends_from_config(config)
     try:
@@ -107,11 +107,11 @@ def read_options(source: str, flag: str = "--config") -> Mapping[str, Any]:
 
 
 def read_backends(source: str) -> tuple[Mapping[str, Any], str]:
-    """The backends of a config, or of a JSON file that has nothing else, and the name of the one that answers calls
-    that name nobody: its `default_backend`, or else the first.
+    """The backends of a config, or of a JSON file that holds nothing else, and the name of the one that answers calls
+    that name none: `default_backend`, or else the first.
 
     Raises:
-        BackendConfigError: it cannot be read, or is of a recipe that leaves them to its world.
+        BackendConfigError: it cannot be read, or is a recipe without backends, whose world brings its own executor.
     """
     options = read_options(source, "--backends")
     if "backends" in options or not source.partition(":")[0].endswith(".py"):
@@ -195,7 +195,7 @@ def _of_path(where: str, path: str, given: Options) -> Backend:
         raise
     except Exception as error:  # a module of the user's own may fail in any way
         raise BackendConfigError(f"{where}: {path} cannot be had ({type(error).__name__}: {error}): mend it") from error
-    # One without them fails only when it is asked, and then as if the workflow were at fault.
+    # Checked here: later, a missing one would fail at the first request, as if the workflow were at fault.
     if not isinstance(getattr(backend, "identity", None), str) or not callable(getattr(backend, "complete", None)):
         raise BackendConfigError(
             f"{where}: {path} gives {shown(backend)}, which is no backend: give an object with `identity`, a text, and "
@@ -223,7 +223,7 @@ def _check_url(where: str, url: object) -> None:
     except ValueError:
         parts, usable = urlsplit(""), False
     secret = parts.username or parts.password or parts.query or "@" in str(url)
-    if secret:
+    if secret:  # first, since the message below has the address in it
         raise BackendConfigError(
             f"{where} holds a user, a password or a query: put the key into an environment variable and name that in "
             "api_key_env"
@@ -253,11 +253,12 @@ def _prices(where: str, given: Options) -> Prices:
 
 
 def _numbers(where: str, given: Options, names: tuple[str, ...]) -> dict[str, Any]:
-    """Take these out of `given`; each must be a number that makes sense."""
+    """Remove these options from `given` and return those that are there; refuse values that are no sensible number."""
     numbers = {name: given.pop(name) for name in names if name in given}
     for name, value in numbers.items():
         may_be_zero = name in ("retries", "prompt", "sampled", "first_retry_s", "last_retry_s", "longest_wait_s")
         whole = name in ("retries", "concurrency", "failures_in_a_row")
+        # In Python a bool is an int, too.
         wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float)
         if wrong or not (value >= 0 if may_be_zero else value > 0):
             kind = "a whole number" if whole else "a number"

@@ -38,7 +38,7 @@ from flowjax.canvas.backends import (
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """None is no limit. They hold for one event loop: divide them by the processes that share an endpoint."""
+    """None is no limit. Limits are per event loop: divide them by the number of processes that share an endpoint."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None  # of prompts and answers together
@@ -47,14 +47,14 @@ class RateLimits:
 
 @dataclass(slots=True)
 class Grant:
-    """Leave to send one request. Set `tokens` to what it took once that is known."""
+    """Permission to send one request. Set `tokens` to the number it used once that is known."""
 
     sent_s: float
     tokens: float
 
 
 class Limiter:
-    """Lets requests through in the order in which they come, no more within any `window_s` than the limits allow."""
+    """Rate limiter: lets requests through in order, no more within any `window_s` than the limits allow."""
 
     def __init__(self, limits: RateLimits, window_s: float = 60.0):
         self._requests = _or_infinite(limits.requests_per_minute) * window_s / 60
@@ -69,7 +69,7 @@ class Limiter:
     async def grant(self, tokens: float) -> AsyncIterator[Grant]:
         """Wait until a request that takes about so many tokens may be sent."""
         async with self._slots or contextlib.nullcontext():
-            # One waits at a time and the others stand behind its lock, which is fair: nobody overtakes.
+            # One request waits for room, the others for its lock. asyncio locks are fair, so none is overtaken.
             async with self._turn:
                 while (wait_s := self._wait_s(tokens)) > 0:
                     await asyncio.sleep(wait_s)
@@ -78,7 +78,7 @@ class Limiter:
             yield grant
 
     def _wait_s(self, tokens: float) -> float:
-        """Seconds until the oldest request leaves the window, 0 if there is room. One alone always has room."""
+        """Seconds until the oldest request leaves the window, 0 if there is room; an empty window has room for any."""
         now_s = self._clock()
         while self._recent and self._recent[0].sent_s + self._window_s <= now_s:
             self._recent.popleft()
@@ -94,7 +94,7 @@ def _or_infinite(limit: float | None) -> float:
 
 _log = logging.getLogger(__name__)
 _RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
-# By what stands in the request. Others, such as a missing key or an unknown model, are the endpoint's or the config's.
+# For the request's content. Others, such as a missing key or an unknown model, are the endpoint's or config's fault.
 _REFUSALS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
 _ASKS_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 _ERROR_CHARACTERS = 300
@@ -109,10 +109,10 @@ class Patience:
     timeout_s: float = 120.0  # one try, answer included
     connect_timeout_s: float = 10.0
     retries: int = 4  # tries after the first
-    first_retry_s: float = 0.25  # doubles with every try, and is shortened by up to half at random
+    first_retry_s: float = 0.25  # doubles with every round of the endpoints, and is shortened by up to half at random
     last_retry_s: float = 2.0
     longest_wait_s: float = 5.0  # an endpoint that asks for more (Retry-After) is given up
-    failures_in_a_row: int = 8  # tries of any request, after which none is sent for a while
+    failures_in_a_row: int = 8  # failed tries, of any requests, after which none is sent for a while
     first_pause_s: float = 1.0  # doubles each time that the one request after it fails too
     last_pause_s: float = 30.0
 
@@ -121,8 +121,8 @@ _PATIENCE = Patience()
 
 
 class _TryAgain(Exception):
-    """This try has failed, the next one may not. `after_s` is what the endpoint asks for, if anything; `busy` says that
-    it works, and has too much to do."""
+    """A failed try that is worth repeating. `after_s` is the wait that the endpoint asks for, if it does; `busy` says
+    that it works and is overloaded."""
 
     def __init__(self, message: str, after_s: float | None = None, *, busy: bool = False):
         super().__init__(message)
@@ -130,9 +130,9 @@ class _TryAgain(Exception):
 
 
 class Breaker:
-    """Sends nothing to a backend that keeps failing, for a while; then one request, whose end decides for all.
+    """Circuit breaker: after a row of failures nothing is sent for a while, then one trial request decides for all.
 
-    So an outage costs an episode no waiting, and an endpoint that comes back is not met by all requests at once.
+    So an outage costs episodes no waiting, and an endpoint that recovers does not get all requests at once.
     """
 
     def __init__(self, patience: Patience):
@@ -146,12 +146,12 @@ class Breaker:
 
     @property
     def wait_s(self) -> float:
-        """Time for which nothing is sent yet."""
+        """Seconds for which nothing is sent."""
         tripped = self._failures >= self._patience.failures_in_a_row
         return max(0.0, self._closed_until_s - self._clock()) if tripped else 0.0
 
     async def admit(self) -> bool:
-        """Wait for leave to send; true for the one request on trial.
+        """Wait until a request may be sent; true for the one on trial, whose sender must call `end_trial`.
 
         Raises:
             BackendUnavailable: nothing is sent at present.
@@ -163,11 +163,11 @@ class Breaker:
             if self._trial is None:
                 self._trial = asyncio.get_running_loop().create_future()
                 return True
-            await asyncio.shield(self._trial)  # a request that is given up must not take the trial with it
+            await asyncio.shield(self._trial)  # shielded: cancelling one waiter must not cancel the others' future
         return False
 
     def end_trial(self) -> None:
-        """Let the others go by what the request on trial has shown."""
+        """Wake the waiting requests, which look at the breaker's state anew."""
         if self._trial is not None:
             self._trial.set_result(None)
             self._trial = None
@@ -195,14 +195,14 @@ class _Connections:
 class OpenAIBackend:
     """A model behind one or several equal endpoints, which are used in turn and stand in for each other.
 
-    Tries that end in a timeout may have been billed; what they took is not known and not counted.
+    Tries that end in a timeout may have been billed; their usage is not known and not counted.
 
     Args:
         base_urls: up to and including `/v1`, say.
         model: as the endpoint calls it.
         api_key: sent as a bearer token; in no error, log or `repr`.
         prices: what tokens cost; without a price list they cost nothing.
-        token_limit_field: what the endpoint calls `max_new_tokens`; OpenAI's reasoning models know only the second.
+        token_limit_field: the endpoint's name for `max_new_tokens`; the second one for OpenAI's reasoning models.
         structured: whether the endpoint can hold answers to a JSON schema. If not, `schema` is not sent.
         extra_body: more fields of the request, such as `chat_template_kwargs`; None leaves out a field that the
             endpoint would refuse, such as `seed` or `top_p`.
@@ -272,10 +272,10 @@ class OpenAIBackend:
                 connections.breaker.end_trial()
 
     async def ready(self, limit_s: float) -> None:
-        """Wait until requests are sent again, where a row of failures has put an end to that.
+        """Wait until requests are sent again after a row of failures, if there was one.
 
         Raises:
-            BackendUnavailable: that takes longer than the limit.
+            BackendUnavailable: it takes longer than the limit.
         """
         breaker = self._connections().breaker
         wait_s, failure = breaker.wait_s, breaker.last
@@ -416,7 +416,7 @@ class OpenAIBackend:
         loop = asyncio.get_running_loop()
         if (connections := self._loops.get(loop)) is None:
             timeout = aiohttp.ClientTimeout(self._patience.timeout_s, sock_connect=self._patience.connect_timeout_s)
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0)  # no limit (aiohttp's default is 100): `Limiter` has ours
             session = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=self._use_proxy)
             connections = self._loops[loop] = _Connections(session, Limiter(self._limits), Breaker(self._patience))
         return connections
@@ -432,4 +432,4 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
             seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
         except (ValueError, OverflowError):
             return None
-    return max(0.0, seconds) if seconds == seconds else None
+    return max(0.0, seconds) if seconds == seconds else None  # nan, which `float` reads, is not equal to itself

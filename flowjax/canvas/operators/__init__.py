@@ -1,8 +1,8 @@
 """The operator: one class that declares what it reads and writes, and does its work; and prompts that operators share.
 
-One message has the instruction, the problem, what the state holds, and the form of the reply: every operator builds it
-here, so that a call's instruction reaches all of them alike. A reply that cannot be read is an `OperatorError` in
-words: no verdict, vote or answer is made of a chance substring.
+One message has the instruction, the problem, the inputs, and the form of the reply: every operator builds it here, so
+that a call's instruction reaches all of them alike. A reply that cannot be read is an `OperatorError` in words: no
+verdict, vote or answer is guessed from a substring.
 """
 
 import ast
@@ -22,11 +22,11 @@ Role = Literal["planner", "solver", "checker", "reviser", "combiner", "formatter
 
 
 class OperatorError(RuntimeError):
-    """An operator that cannot do its work; the message is what the policy reads."""
+    """An operator that cannot do its work; the policy reads the message."""
 
 
 class Context(Protocol):
-    """Interface that the interpreter lends an operator for one run of it."""
+    """Interface of the interpreter to an operator, for one run of it."""
 
     @property
     def problem(self) -> Problem: ...
@@ -44,7 +44,7 @@ class Context(Protocol):
         seed: int = 0,
         schema: Mapping[str, Any] | None = None,
     ) -> str:
-        """The backend's answer. Counts against the budget; `seed` is added to the call's own."""
+        """The backend's answer. It counts against the budget; `seed` is added to the call's seed."""
         ...
 
     async def execute(self, program: str, stdin: bytes = b"") -> ProgramResult:
@@ -60,8 +60,8 @@ class Operator(ABC):
     """A kind of step. Subclasses say what they are in class attributes and implement `run`.
 
     The policy's prompt, the reward, the checks of a graph and the drawing read these attributes; nothing else has to
-    know of an operator. `cacheable` is False where equal inputs may give another result. `runs_programs` has a run
-    that cannot isolate programs refused before its first request.
+    know of an operator. `cacheable` is False where equal inputs may give another result. With `runs_programs`, a run
+    on a machine that cannot isolate programs is refused before its first request.
     """
 
     name: ClassVar[str]
@@ -84,7 +84,7 @@ class Operator(ABC):
 
 
 PROBLEM = Field("problem", "text", "the problem's text")
-# What solving operators read where the state has it.
+# Optional inputs of solving operators.
 HINTS = (
     Field("plan", "text", "how to go about it", required=False),
     Field("subproblems", "texts", "what to solve first", required=False),
@@ -120,9 +120,9 @@ _TITLES = {
 
 
 def prompt(context: Context, inputs: State, form: str = "") -> list[Message]:
-    """The message: instruction, problem, the given inputs by their titles, and how to reply.
+    """The message: instruction, problem, the given inputs under their titles, and the form of the reply.
 
-    Only inputs that hold something are shown; the problem's own material (context, options, tests) always is.
+    Empty inputs are left out; the problem's material (context, options, tests) is always shown.
     """
     problem = context.problem
     text = shown(inputs.get("problem", problem.text))
@@ -150,7 +150,7 @@ def shown(value: Value) -> str:
 
 
 def numbered(texts: Sequence[str]) -> str:
-    """One numbered text a paragraph."""
+    """The texts with their numbers, one below the other."""
     return "\n".join(f"{number}. {text}" for number, text in enumerate(texts, 1))
 
 
@@ -193,7 +193,7 @@ def _material(problem: Problem, text: str) -> list[str]:
     parts = []
     if problem.context:
         parts.append(section("Context", problem.context))
-    if problem.options and options_of(text) != dict(problem.options):  # unless the text has them, with these letters
+    if problem.options and options_of(text) != dict(problem.options):  # unless the text lists the same ones
         options = "\n".join(f"{letter}. {option}" for letter, option in problem.options.items())
         parts.append(section("Options", options))
     if problem.public_tests:
@@ -204,14 +204,15 @@ def _material(problem: Problem, text: str) -> list[str]:
 _ANSWER = re.compile(
     r"^[ \t>*_#-]{0,16}(?:final )?answer[*_]{0,4}[ ]?:[*_]{0,4}[ \t]*(.*)$", re.IGNORECASE | re.MULTILINE
 )
-# Backslashes of LaTeX in JSON, seldom escaped there: \frac would be a form feed and "rac", \underline no JSON at all.
+# Backslashes of LaTeX, which models seldom escape in JSON: \frac would be read as a form feed and "rac", and \underline
+# is no JSON at all.
 _ESCAPE = re.compile(
     r"\\\\|\\(?=[bfr][a-zA-Z])|\\(?![\"\\/bfnrt]|u[0-9a-fA-F]{4})"
     r"|\\(?=(?:tan|tau|text\w*|theta|tilde|times|to|triangle|nabla|neq|not|notin)(?![a-zA-Z]))"
 )
-_OBJECT = re.compile(r'\{[ \t\r\n]*"')  # how an object begins that has a field
-# Of attempts to read an object. Each takes as long as all before it, and the event loop stands still meanwhile: a reply
-# of braces alone would hold up every other run.
+_OBJECT = re.compile(r'\{[ \t\r\n]*"')  # the beginning of an object with a field
+# Failed attempts to read an object. Each may take as long as all before it, and blocks the event loop: a reply of
+# braces alone would hold up every other run.
 _MOST_FAILURES = 200
 _SHOWN_CHARACTERS = 200
 
@@ -241,7 +242,7 @@ def solution(reply: str, problem: Problem) -> dict[str, Value]:
     """`code` for a code problem, else `thought` and `answer`, of a reply in the form of `solution_form`.
 
     Raises:
-        OperatorError: the reply has neither an answer line nor is it one line.
+        OperatorError: the reply has no program (code problem), or neither an answer line nor just one line.
     """
     text = without_thoughts(reply)
     if problem.kind == "code":
@@ -267,7 +268,7 @@ VERDICT_SCHEMA = object_schema(feedback={"type": "string"}, passed={"type": "boo
 
 
 async def ask_solution(context: Context, messages: Sequence[Message]) -> dict[str, Value]:
-    """The backend's solution; it is asked a second time where the first reply cannot be read.
+    """The backend's solution; the backend is asked once more, with the fault, where its first reply cannot be read.
 
     Raises:
         OperatorError: neither reply could be read.
@@ -281,7 +282,7 @@ async def ask_solution(context: Context, messages: Sequence[Message]) -> dict[st
 
 
 async def ask_object(context: Context, messages: Sequence[Message], schema: Mapping[str, Any], *, seed: int = 0):
-    """The object that the backend replies with; it is asked a second time where the first reply cannot be read.
+    """The object in the backend's reply; the backend is asked once more, with the fault, where it cannot be read.
 
     Raises:
         OperatorError: neither reply could be read.
@@ -310,7 +311,7 @@ def object_of(reply: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def object_form(schema: Mapping[str, Any]) -> str:
-    """The form that asks for such an object."""
+    """Instruction to reply with an object of this schema."""
     names = ", ".join(f'"{name}": <{_type_name(kind)}>' for name, kind in schema["properties"].items())
     return f"One JSON object and nothing else: {{{names}}}"
 
@@ -318,7 +319,7 @@ def object_form(schema: Mapping[str, Any]) -> str:
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     """The outermost JSON objects in a text, in their order."""
     text = _ESCAPE.sub(r"\\\\", text)
-    decoder, end, failures = json.JSONDecoder(strict=False), 0, 0
+    decoder, end, failures = json.JSONDecoder(strict=False), 0, 0  # line breaks in strings are allowed
     while failures < _MOST_FAILURES and (start := _OBJECT.search(text, end)):
         end = start.start() + 1
         try:
@@ -366,14 +367,14 @@ def _short(text: str) -> str:
 
 
 def plain(candidate: str, problem: Problem) -> str:
-    """Equal for candidates that are the same program, option, number or words."""
+    """A normal form of a candidate: equal for candidates that are the same program, option, number or words."""
     if problem.kind == "code":
         module = parse_quietly(candidate)
         return candidate.strip() if module is None else ast.dump(module)
     if problem.kind == "choice" and (letter := chosen(candidate, problem.options)):
         return letter
     form = plain_form(candidate)
-    # Of the candidate, whose words the form has put together: an article is a word.
+    # The candidate and not `form`, which has lost the spaces: articles are dropped as whole words.
     return normalise_answer(candidate) if problem.kind == "qa" and any(map(str.isalpha, form)) else form
 
 
@@ -383,7 +384,7 @@ def same(a: str, b: str, problem: Problem) -> bool:
 
 
 def require_solution(inputs: State) -> None:
-    """Refuse to go on without an answer or a program.
+    """Check that there is an answer or a program.
 
     Raises:
         OperatorError: there is neither.

@@ -1,7 +1,7 @@
-"""The operators that are there without anybody's doing.
+"""The built-in operators.
 
-Most are prompts: what one is asked, and which field its reply becomes; some make one answer of many. Two run programs:
-Programmer writes and mends one, Test runs the public tests.
+Most are prompts: a question to a backend, and the field that its reply becomes. Some combine many answers into one. Two
+run programs: Programmer writes and mends one, Test runs the public tests.
 """
 
 import ast
@@ -90,7 +90,7 @@ class Custom(Operator):
     instruction = "Solve this problem carefully, step by step."
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
-        """The reply's answer line or program; where there is none, the instruction asked for text, and that it is."""
+        """The reply's answer line or program. Without either, the whole reply: the instruction may ask for any text."""
         reply = without_thoughts(await context.ask(prompt(context, inputs, solution_form(context.problem))))
         if not reply:
             raise OperatorError("the backend's reply is empty")
@@ -154,7 +154,7 @@ class Verify(Operator):
     instruction = "Check by an independent solution of your own."
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
-        """One call where the independent answer is the same, two where they have to be compared."""
+        """One request where the independent answer is the same; else a second one, which compares the two."""
         require_solution(inputs)
         problem = context.problem
         alone = {"problem": inputs.get("problem", problem.text)}
@@ -201,7 +201,7 @@ class Format(Operator):
     instruction = "Copy the final answer out of the solution below. Do not solve the problem again."
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
-        """No call where the answer is bare already: a number, an option, a program."""
+        """No request where the answer is bare already: a number, an option, a program."""
         problem = context.problem
         if problem.kind == "code":
             return {"code": _program(inputs)}
@@ -236,7 +236,7 @@ CANDIDATES = Field("candidates", "texts", "answers or programs to choose from, o
 
 
 def read_candidates(inputs: State) -> tuple[str, ...]:
-    """The candidates that say something.
+    """The candidates that are not blank.
 
     Raises:
         OperatorError: there are none.
@@ -249,7 +249,7 @@ def read_candidates(inputs: State) -> tuple[str, ...]:
 
 
 def groups(candidates: Sequence[str], problem: Problem) -> list[list[str]]:
-    """Candidates that are the same, together; in order of first appearance."""
+    """Groups of equal candidates, in order of first appearance."""
     found: dict[str, list[str]] = {}
     for candidate in candidates:
         found.setdefault(plain(candidate, problem), []).append(candidate)
@@ -257,7 +257,7 @@ def groups(candidates: Sequence[str], problem: Problem) -> list[list[str]]:
 
 
 def largest_groups(candidates: Sequence[str], problem: Problem) -> list[str]:
-    """The first candidate of each group that none exceeds: one, or those of a tie."""
+    """The first candidate of each largest group: one, or several in a tie."""
     found = groups(candidates, problem)
     most = max(map(len, found))
     return [group[0] for group in found if len(group) == most]
@@ -270,7 +270,7 @@ def _letters(place: int) -> str:
 
 
 async def vote(context: Context, inputs: State, choices: Sequence[str], *, seed: int = 0) -> int:
-    """The place of the choice that the backend votes for.
+    """The index of the choice that the backend votes for.
 
     Raises:
         OperatorError: the vote could not be read.
@@ -285,7 +285,7 @@ async def vote(context: Context, inputs: State, choices: Sequence[str], *, seed:
 
 
 def solved(result: str, problem: Problem) -> dict[str, Value]:
-    """The result as the field that the problem's kind wants."""
+    """The result as the output field of the problem's kind."""
     return {"code" if problem.kind == "code" else "answer": result}
 
 
@@ -309,10 +309,10 @@ VOTES = 5
 
 
 class MdEnsemble(Operator):
-    """Several votes over candidates in other orders. After Medprompt (Nori et al. 2023, arXiv 2311.16452).
+    """Several votes over the candidates, each in another order. After Medprompt (Nori et al. 2023, arXiv 2311.16452).
 
-    It shuffles them; here each vote begins one candidate later, and every second round of them runs backwards: few
-    votes show each candidate at each letter as often as they can.
+    Models favour some letters over others. Medprompt shuffles; here each vote starts one candidate later,
+    and every second round is reversed, so that few votes spread each candidate over the letters as evenly as possible.
     """
 
     name = "MdEnsemble"
@@ -323,7 +323,7 @@ class MdEnsemble(Operator):
     instruction = "Choose the candidate that solves the problem best."
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
-        """No vote where the candidates agree. A vote that cannot be read does not count; ties go to the first."""
+        """No vote where the candidates agree. An unreadable vote does not count; ties go to the earliest candidate."""
         candidates = read_candidates(inputs)
         choices = [group[0] for group in groups(candidates, context.problem)]
         if len(choices) == 1:
@@ -342,7 +342,7 @@ class MdEnsemble(Operator):
 
 
 def _order(choices: int, number: int) -> list[int]:
-    """Places of the choices in a vote, of which `number` came before it."""
+    """Order of the choices, as indices, in the vote with this number, from 0."""
     order = [(place + number) % choices for place in range(choices)]
     return order[::-1] if number // choices % 2 else order
 
@@ -383,7 +383,7 @@ class Programmer(Operator):
     runs_programs = True
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
-        """Up to `ROUNDS` programs, each after the failure of the one before."""
+        """Up to `ROUNDS` programs; each request after the first has the failure of the program before."""
         problem = context.problem
         wanted = code_form(problem) if problem.kind == "code" else _PRINTING.format(answer=answer_form(problem))
         messages = prompt(context, inputs, wanted)
@@ -408,8 +408,8 @@ class Programmer(Operator):
 async def try_program(program: str, context: Context) -> tuple[str, str]:
     """Reason why the program fails ("" where it does not), and the last line that it printed.
 
-    For a code problem it has to load and define the function; one that reads standard input has only to be Python, and
-    a part of a program has no sense by itself.
+    For a code problem it has to load and define the function. A program that reads standard input has only to be valid
+    Python, and a part of a program is not checked, since it cannot run by itself.
     """
     problem = context.problem
     if problem.part:
@@ -428,7 +428,7 @@ async def try_program(program: str, context: Context) -> tuple[str, str]:
 
 
 def failure_of(result: ProgramResult) -> str:
-    """Words for the end of a program that did not end well."""
+    """Message about a program that failed."""
     ways = {"timeout": "it took too long", "output": "it printed too much", "killed": "it was killed (memory or time)"}
     error = result.stderr.decode(errors="replace").strip()[-_ERROR_CHARACTERS:]
     return ways.get(result.status, f"it ended with an error:\n{error}")
@@ -470,7 +470,7 @@ class Test(Operator):
     runs_programs = True
 
     async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
-        """Asks no backend. Expected results stay outside the sandbox, so a program cannot forge what it passes."""
+        """Asks no backend. Expected results stay outside the sandbox, so a program cannot fake that it passes."""
         program, problem = str(inputs["code"]), context.problem
         if problem.public_tests:
             return _verdict(await context.judge(program, suite_of(problem)), problem)

@@ -6,8 +6,8 @@ Others are descriptions only, in the published `operator.json`: name -> descript
 
     {"Merge": {"description": "Merges.", "interface": "merge(solutions: List[str]) -> dict with key 'response'"}}
 
-A name that is known keeps its work and gets the description; an unknown one becomes an operator that asks a backend
-for the outputs that its interface names.
+An operator of a known name keeps its code and gets the new description; an unknown name becomes an operator that asks
+a backend for the outputs named in the interface.
 """
 
 import importlib.metadata
@@ -119,10 +119,10 @@ def load_operators(extra: Iterable[str] = (), *, entry_points: bool = True) -> d
 
 
 def check(operator: Any, origin: str) -> None:
-    """Refuse what is no proper operator.
+    """Check that a class is a complete operator.
 
     Raises:
-        OperatorRegistryError: naming the class, the attribute and what it has to be.
+        OperatorRegistryError: it is not; the message names the class, the attribute and what that has to be.
     """
     if not inspect.isclass(operator) or not issubclass(operator, Operator):
         raise OperatorRegistryError(
@@ -137,7 +137,7 @@ def check(operator: Any, origin: str) -> None:
 
 
 def describe(operators: Mapping[str, type[Operator]], *, hidden: bool = False) -> str:
-    """The operators for the policy's prompt: one line each with what it is for, needs and writes."""
+    """The operators for the policy's prompt, one line each: name, role, purpose, required inputs and outputs."""
     unlisted = set() if hidden else {operator.name for operator in HIDDEN}
     shown = [operator for operator in operators.values() if operator.name not in unlisted]
     return "\n".join(_line(operator) for operator in shown)
@@ -205,7 +205,7 @@ def _field_fault(fields: Any) -> str | None:
 _INTERFACE = re.compile(r"\s*\w+\s*\((?P<arguments>.*)\)\s*(?:->(?P<outputs>.*))?", re.DOTALL)
 _ARGUMENT = re.compile(r"(?:^|,)\s*(\w+)\s*(?::\s*([^,=\[\]]*(?:\[[^\]]*\])?))?(\s*=)?")
 _QUOTED = re.compile(r"['\"`](\w+)['\"`]")
-# The published fields by ours; "" are those that the context gives, or nobody needs.
+# Our names of the published fields; "" for fields that the context provides, or that are not needed.
 _SAME = {
     "input": "problem",
     "question": "problem",

@@ -1,14 +1,14 @@
-"""Runs a workflow on a problem, straight over its graph.
+"""Runs a workflow on a problem: an interpreter of its graph.
 
     result = await run(workflow, problem, operators=operators, backends={"small": backend}, default_backend="small")
     result.answer, result.status, result.usage
 
-State rules. `problem` is there from the start; a call reads its inputs from the state (or as it is bound) and writes
+State rules. `problem` is there from the start. A call reads its inputs from the state (or from its bindings) and writes
 its outputs. A branch of a parallel works on a copy; afterwards the state is as before, plus `candidates`: for each
-branch that came to its end, in order, the newest answer (program, for a code problem) that it has written. The newest
-answer in the state at the end is the run's.
+branch that did not fail, in order, the newest answer (program, for a code problem) that it wrote. The newest answer in
+the state at the end is the run's.
 
-A call that fails ends the sequences that it is in, up to the next parallel, whose other branches go on. A backend that
+A call that fails ends the nodes that it is in, up to the nearest parallel, whose other branches go on. A backend that
 is away ends the run: that is no failure of a call. The trace has the calls that were reached, in reading order,
 whatever the concurrency.
 """
@@ -44,7 +44,7 @@ from flowjax.canvas.values import (
 )
 from flowjax.grading.sandbox import IsolationError
 
-Outputs = Mapping[str, State]  # node id -> what its newest run gave
+Outputs = Mapping[str, State]  # node id -> outputs of its newest run
 Operators = Mapping[str, type[Operator]]
 OnEvent = Callable[[NodeEvent], None]
 _log = logging.getLogger(__name__)
@@ -70,16 +70,16 @@ async def run(
     on_event: OnEvent | None = None,
     stream: bool = False,
 ) -> WorkflowRun:
-    """Run the workflow; what goes wrong in it is in the result.
+    """Run the workflow. Failures inside it are in the result and not raised.
 
     Calls without an id are numbered as `Workflow.numbered` does. The same workflow on the same problem sends the same
     requests, seeds included, whatever `max_concurrent` is. Where it runs programs and this machine cannot isolate them,
     nothing is asked: the status is "executor_error".
 
     Args:
-        cache: results of earlier runs; none are kept without one.
-        max_concurrent: most operators at work at one time, and most requests and programs.
-        retry_new_tokens: what a request may take that is sent again because its reply was cut at `max_new_tokens`.
+        cache: results of earlier runs; without one none are kept.
+        max_concurrent: most operators at work at the same time; also most requests and programs.
+        retry_new_tokens: token limit of a request that is sent again because its reply was cut at `max_new_tokens`.
         sandbox: where operators' programs run.
         on_event: called in the event loop when a call starts and when it ends.
         stream: call `on_event` with each reply so far, too, while it is sampled, where the backend can.
@@ -136,7 +136,7 @@ class _Scope:
     """State that the calls of one branch see and leave behind."""
 
     state: dict[str, Value]
-    outputs: ChainMap[str, State]  # node id -> what its newest run gave; its first map has the scope's own calls
+    outputs: ChainMap[str, State]  # node id -> outputs of its newest run; the first map has this scope's calls
     seed: int
     level: int = 0  # how many parallels are around it
     written: set[str] = dataclasses.field(default_factory=set)
@@ -144,11 +144,11 @@ class _Scope:
     trace: list[NodeRun] = dataclasses.field(default_factory=list)
 
     def branch(self, seed: int) -> "_Scope":
-        """A scope of its own on a copy of the state."""
+        """A scope for one branch of a parallel, with a copy of the state and no checks yet."""
         return _Scope(dict(self.state), self.outputs.new_child(), seed, self.level + 1)
 
     def write(self, node_id: str, outputs: State) -> None:
-        """A call's outputs."""
+        """Store a call's outputs."""
         self.outputs[node_id] = outputs
         self.state.update(outputs)
         self.written.update(outputs)
@@ -176,7 +176,8 @@ class _Interpreter:
         self._problem, self._operators = problem, operators
         self._backends, self._default_backend = backends, default_backend
         self._cache, self._sampling, self._sandbox, self._meter = cache, sampling, sandbox, meter
-        # Calls and requests take slots, the structures around them do not: nesting cannot use all of them up.
+        # Only calls and requests hold slots, and of two semaphores. If parallels or loops held some while they wait for
+        # what is inside them, deep nesting could use all slots up: a deadlock.
         self._call_slots = asyncio.Semaphore(max_concurrent)
         self._request_slots = asyncio.Semaphore(max_concurrent)
         self._on_event, self._stream = on_event, stream and on_event is not None
@@ -223,8 +224,8 @@ class _Interpreter:
         scope.state.pop("candidates", None)
         if candidates:
             scope.state["candidates"] = tuple(candidates)
-        # All branches come to their ends first, so that the trace has them. An outage leads: such a run says nothing
-        # about the workflow, whatever else it has spent.
+        # Raised only here, after all branches have ended, so that the trace has them all. An outage comes before a
+        # spent budget: after one the run says nothing about the workflow.
         for ending in (BackendUnavailable, BudgetSpent):
             for end in ends:
                 if isinstance(end, ending):
@@ -276,7 +277,7 @@ class _Interpreter:
             outcome = Outcome(error=str(error))
         except (BudgetSpent, BackendUnavailable) as error:
             ending, outcome = error, Outcome(error=str(error))
-        except TimeoutError:  # only the deadline's: an operator's own is in its outcome
+        except TimeoutError:  # always the deadline: an operator's own TimeoutError is in its outcome
             ending = self._meter.time_over()
             outcome = Outcome(error=str(ending))
         status: NodeStatus = _status(ending, outcome)
@@ -342,7 +343,7 @@ class _Interpreter:
         return await self._cache.through(key, lambda: self._work(operator, inputs, context))
 
     async def _work(self, operator: type[Operator], inputs: State, context: CallContext) -> Outcome:
-        """The operator at work. Whatever it raises, a plug-in's mistakes included, is its failure and not the run's."""
+        """Run the operator. Any other exception, such as a plug-in's mistake, fails the call and not the run."""
         async with self._call_slots:
             try:
                 outputs = await operator().run(dict(inputs), context)
@@ -353,7 +354,7 @@ class _Interpreter:
             except BudgetSpent:
                 raise
             except asyncio.CancelledError:
-                # From outside, as by the deadline, it is passed on. Raised by the operator itself it is a fault of it.
+                # Cancelled from outside, as by the deadline: passed on. Raised by the operator itself: its failure.
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
                 return Outcome(error="CancelledError: the operator was cancelled from inside")
@@ -362,14 +363,14 @@ class _Interpreter:
                     raise context.away from error
                 _log.warning("Operator %s failed", operator.name, exc_info=True)
                 return Outcome(error=f"{type(error).__name__}: {error}")
-        # The operator may have caught the error and gone on: the run ends all the same as if it had not.
+        # The operator may have caught these errors and gone on: the run ends all the same.
         if context.away is not None:
             raise context.away
         if context.spent is not None:
             raise context.spent
         if fault := fault_of(operator, outputs):
             return Outcome(error=fault)
-        # A JSON reply, or a plug-in, may hold half a character whose raw text had none.
+        # JSON can spell a lone surrogate in escapes, and a plug-in can make one: `ask` saw the raw text only.
         return Outcome({name: sendable(value) for name, value in outputs.items()}, keep=context.complete)
 
 
@@ -387,9 +388,9 @@ def _answer_field(problem: Problem) -> str:
 
 
 def read_inputs(call: Call, operators: Operators, state: State, outputs: Outputs) -> dict[str, Value]:
-    """The call's inputs by name. Optional ones that nobody has written yet are left out.
+    """The call's inputs by name. Optional ones that no call has written yet are left out.
 
-    An input of kind texts can be bound several times: the values are put one after the other.
+    An input of kind texts can be bound several times: the values are joined into one tuple.
 
     Raises:
         OperatorError: a required input is missing, of another kind, or a binding makes no sense.
@@ -444,7 +445,7 @@ def is_of(kind: Kind, value: object) -> bool:
 
 
 def _bound(call: Call, field: Field, references: list[str], outputs: Outputs) -> Value | None:
-    """The value that bindings give, None where no node that is named has written it yet."""
+    """The value of an input's bindings, None where none of the bound nodes has written it yet."""
     values: list[Value] = []
     for reference in references:
         node_id, _, name = reference.rpartition(".")
@@ -491,20 +492,20 @@ def _kind(value: object) -> str:
 def branch_seeds(parallel: Parallel, seed: int, level: int) -> tuple[int, ...]:
     """One seed per branch: `seed` itself, but another one for each further branch that equals an earlier one.
 
-    So three equal branches give three samples, and adding a branch changes none of the others. `level` is how many
-    parallels are around this one: their branches must not get the seeds of its own.
+    So three equal branches give three samples, and adding a branch changes none of the others. `level` is the number of
+    parallels around this one: it keeps the seeds of nested parallels' branches apart.
     """
     return tuple(seed if index == 0 else _derived(seed, level, index) for index in _equals_before(parallel))
 
 
 @functools.lru_cache(maxsize=4096)
 def _equals_before(parallel: Parallel) -> tuple[int, ...]:
-    """For each branch, how many of those before it are equal to it."""
+    """For each branch, the number of equal branches before it."""
     shapes = [without_ids(branch) for branch in parallel.branches]
     return tuple(shapes[:index].count(shape) for index, shape in enumerate(shapes))
 
 
 def _derived(seed: int, level: int, index: int) -> int:
-    """A number of 31 bits, which every endpoint takes as a seed."""
+    """A seed of 31 bits, so that endpoints with signed 32-bit seeds accept it. Hashed, so equal in every process."""
     digest = hashlib.blake2b(f"{seed}/{level}/{index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -34,7 +34,7 @@ from flowjax.grading.answers import options_of
 
 
 async def _run(arguments: argparse.Namespace) -> tuple[WorkflowRun, dict[str, Callable[[], str]]]:
-    """The run, and what makes the texts to be written, by their paths."""
+    """The run, and by path the functions that make the texts of its output files."""
     workflow = read_workflow(arguments.workflow)
     operators = load_operators(arguments.operators)
     text = arguments.problem
@@ -47,7 +47,7 @@ async def _run(arguments: argparse.Namespace) -> tuple[WorkflowRun, dict[str, Ca
         if faults := problems(workflow, operators, backends):
             raise WorkflowError(" ".join(faults))
         for path in filter(None, (arguments.svg, arguments.json, arguments.save)):
-            Path(path).open("a").close()  # what cannot be written is refused before anything is asked
+            Path(path).open("a").close()  # a path that cannot be written fails before any request is paid for
         if arguments.export:
             written = python_form(
                 workflow,
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--stream", action="store_true", help="print replies, too, as they are written")
     try:
         result, texts = asyncio.run(_run(parser.parse_args(argv)))
-        _report(result)  # before anything can fail: it is paid for
+        _report(result)  # first, since writing the files may fail, and the answer is paid for
         for path, text in texts.items():
             Path(path).write_text(text(), encoding="utf-8")
     except KeyboardInterrupt:
