@@ -1,6 +1,6 @@
 """Worlds that agents act in.
 
-A world: what tasks are played in. Its environments, tasks, prompts and reader of replies are one class.
+A world is what tasks are played in: one class for its environments, tasks, prompts and the reading of replies.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "held_out"]
 Style = Literal["instruct", "compact"]
-Context = Literal["window", "append"]  # each turn a prompt of its own, or one conversation that grows
+Context = Literal["window", "append"]  # each turn has its own prompt, or one conversation grows turn by turn
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 
 
@@ -36,7 +36,7 @@ ENGINES_VARIABLE = "FLOWJAX_ENGINES"  # the same for the addresses of its engine
 
 
 class WorldError(ValueError):
-    """A world, or an option of one, that cannot be used; the message names it and the remedy."""
+    """A world, or one of its options, cannot be used; the message names it and the remedy."""
 
 
 class NotReady(WorldError):
@@ -45,22 +45,23 @@ class NotReady(WorldError):
 
 @contextlib.contextmanager
 def naming_options_of(source: str, config: "ConfigDict") -> Iterator[None]:
-    """Have what is refused of options that a source of tasks has of its own name these; `env.options` are of all."""
+    """Make errors about options that a source of tasks sets itself name `env.sources.<source>.options`; options that
+    all sources share stay `env.options`."""
     local = config.env.sources[source].get("options", {}) if source else ()
     try:
         yield
     except WorldError as error:
-        refused = re.split(r"[:;(]", str(error))[0]  # and not what there is besides
+        refused = re.split(r"[:;(]", str(error))[0]  # the option, and not the remedy after it
         if not any(re.search(rf"\b{re.escape(name)}\b", refused) for name in local):
             raise
         raise type(error)(str(error).replace("env.options", f"env.sources.{source}.options")) from error
 
 
 def check_characters(row: str, *texts: str) -> None:
-    """Check that the texts of a row of data can be written. JSON can spell half a surrogate pair, which nothing holds.
+    """Check that the texts of a row of data can be encoded. JSON can spell a lone surrogate, which UTF-8 cannot hold.
 
     Raises:
-        WorldError: one is there.
+        WorldError: there is one.
     """
     try:
         "".join(texts).encode()
@@ -70,12 +71,12 @@ def check_characters(row: str, *texts: str) -> None:
 
 
 def is_refusal(error: Exception) -> bool:
-    """True of what a room refuses in words for users. Anything else is a fault of a module of their own."""
+    """True for flowjax's own errors with a message for users. Others come from faults in modules of the user."""
     return isinstance(error, ValueError) and any(kind.__module__.startswith("flowjax.") for kind in type(error).__mro__)
 
 
 class EnvDied(RuntimeError):
-    """The environment of an episode is gone; `status` is what the episode's trajectory gets."""
+    """The environment of an episode is gone; `status` becomes that of the episode's trajectory."""
 
     def __init__(self, message: str, status: Status):
         super().__init__(message)
@@ -86,8 +87,8 @@ class EnvDied(RuntimeError):
 class Observation:
     """A view of what the agent may see, and the 64-bit key of the canonical state behind it.
 
-    `view` is an instance of the world's `View`. Free-text actions stand among the legal ones as templates, for example
-    `search[<words>]`.
+    `view` is an instance of the world's `View`. Free-text actions are listed among the legal ones as templates, for
+    example `search[<words>]`.
     """
 
     view: Any
@@ -96,7 +97,7 @@ class Observation:
 
     @property
     def text(self) -> str:
-        """The view of a world whose views are text."""
+        """The view itself, in a world whose views are text."""
         assert isinstance(self.view, str), f"{type(self.view).__name__} is worded by the world's prompt"
         return self.view
 
@@ -139,7 +140,7 @@ class Env(Protocol):
 
 
 class RemoteEnv(Protocol):
-    """An environment in another process, as an episode has it; it may die (`EnvDied`)."""
+    """An environment in another process, as an episode uses it. Its calls raise `EnvDied` when it is gone."""
 
     async def reset(self, task: Task, seed: int) -> Observation: ...
 
@@ -148,7 +149,7 @@ class RemoteEnv(Protocol):
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of a world that has none."""
+    """Options of a world without any."""
 
 
 class World(ABC):
@@ -159,11 +160,11 @@ class World(ABC):
 
     OUTCOMES: ClassVar[tuple[str, ...]] = ("success",)
     COUNTS: ClassVar[tuple[str, ...]] = ()
-    """Those of them that are no shares of 1, such as counts and times: equal ones have no interval of a share."""
+    """Outcomes that are no shares of 1, such as counts and times: intervals of shares do not apply to them."""
     STEPS_WAIT: bool = False
     """True where steps wait for something outside the process, such as a server. Environments of one process then step
-    side by side, in threads, and bound their waiting themselves: no deadline of the pool holds for them. A world whose
-    options decide it sets it in `__init__`."""
+    concurrently, in threads, and must bound their waiting themselves: the pool sets no deadline for them. A world in
+    which this depends on options sets it in `__init__`."""
     Options: ClassVar[type] = NoOptions
     """A frozen dataclass, `config.env.options`. It may refuse values in `__post_init__` with a WorldError."""
     View: ClassVar[type] = str
@@ -179,7 +180,7 @@ class World(ABC):
             raise WorldError(problem)
         try:
             self.options: Any = kind.Options(**{name: with_tuples(declared[name], options[name]) for name in options})
-        except Exception as error:  # Options of one's own may refuse a value in any way
+        except Exception as error:  # a user's Options may raise anything
             if is_refusal(error):
                 raise
             why = f"{type(error).__name__}: {error}"
@@ -192,32 +193,32 @@ class World(ABC):
         """An environment.
 
         Raises:
-            NotReady: it cannot be had on this machine.
+            NotReady: this machine lacks something that it needs.
         """
 
     @abstractmethod
     def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
-        """The tasks of a split, as many as there are.
+        """All tasks of a split.
 
-        All have the same `Task.world`, by which a worker says what it can play. What is held out under one data seed is
-        trained on under no other.
+        All have the same `Task.world`: workers state by it which tasks they can play. A task that is held out under one
+        data seed must not be a training task under another.
         """
 
     def longest_step_s(self) -> float:
-        """Limit that steps have of their own; `config.env.step_timeout_s` must not be shorter. 0: none."""
+        """Seconds after which a step ends by itself; `config.env.step_timeout_s` must not be shorter. 0: no limit."""
         return 0.0
 
     def most_turns(self) -> int:
-        """Turns after which an episode ends by itself; `config.env.max_turns` must not be fewer. 0: none."""
+        """Turns after which an episode ends by itself; `config.env.max_turns` must not be fewer. 0: no limit."""
         return 0
 
     def asked_bases(self) -> Mapping[str, int]:
-        """Base models of the run that environments ask themselves, with the tokens of the longest reply asked for."""
+        """Base models of the run that environments send requests to, with the most tokens of a reply."""
         return {}
 
     def lessons(self, tasks: Any, rng: np.random.Generator) -> Iterator[tuple[list[Message], str]]:
-        """Requests that environments make of `asked_bases` in training tasks, with replies, without end: what a nano
-        base model of these is taught.
+        """Requests of environments to `asked_bases` in training tasks, with the right replies, without end: training
+        data of a nano base model.
 
         Raises:
             WorldError: there are none.
@@ -233,17 +234,17 @@ class World(ABC):
         raise WorldError(f"{type(self).__name__} has no lesson_pieces() for a nano base: {_NO_NANO}")
 
     def without_engines(self) -> "World":
-        """The world in which base models are made, before engines of the run can be asked."""
+        """The world to make base models in, when the run's engines do not exist yet."""
         return self
 
     def obstacles(self) -> Iterator[str]:
-        """Reasons why this machine cannot play now that are found by asking other machines, such as endpoints.
+        """Reasons why this machine cannot play now, found by asking other machines, such as endpoints.
 
-        Looked for once before a run starts, and not by its processes.
+        Called once before a run starts, and not by its processes.
         """
         yield from ()
 
-    # Text is made here, once, of data; nothing takes it apart again.
+    # Only here is text made from data; no code parses it back.
 
     def instruct(self, observation: Observation, history: History) -> str:
         """Prompt of a language model: every turn's in window mode, the first turn's in append mode."""
@@ -261,11 +262,11 @@ class World(ABC):
         return user_says((self.compact if style == "compact" else self.instruct)(observation, history))
 
     def follow_up(self, observation: Observation, style: Style) -> list[Message]:
-        """Append mode: what is said after an action."""
+        """Append mode: the messages after an action, which continue the conversation."""
         return self.prompt(observation, (), style)
 
     def reply(self, action: str, style: Style, legal: tuple[str, ...] = ()) -> str:
-        """The expert's words for an action, one of the `legal` ones; `parse_action` reads them back."""
+        """The expert's reply that names an action, one of the `legal` ones; `parse_action` reads it back."""
         return action if style == "compact" else f"<action>{action}</action>"
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
@@ -277,14 +278,14 @@ class World(ABC):
         return self.parse_action(reply, legal) or "", self.well_formed(reply)
 
     def answer(self, action: str, after: Observation) -> str:
-        """The answer that stands `after` an action, in a form in which equal answers are equal texts; "" for none.
+        """The episode's answer `after` an action, normalised so that equal answers are equal texts; "" for none.
 
         Evaluations take the majority of several episodes' answers by it (maj@k).
         """
         return ""
 
     def well_formed(self, reply: str) -> bool:
-        """False where a reply cannot count as valid. What it names is carried out all the same."""
+        """False where a reply cannot count as valid. The action that it names is carried out all the same."""
         return True
 
     def draw(self, view: Any, trace: Any = None) -> str:
@@ -323,7 +324,7 @@ _LONGEST_ANSWER = 200  # characters that are kept as they are
 
 
 def kept_answer(answer: str) -> str:
-    """An answer as evaluations keep it: equal texts stay equal, which is all that they are for."""
+    """An answer as evaluations keep it: only compared for equality, so a long text is replaced by its hash."""
     return answer if len(answer) <= _LONGEST_ANSWER else f"{state_key(answer):016x}"
 
 
@@ -339,7 +340,7 @@ def with_more(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def _plain(view: Any) -> str:
-    """A view that its world does not word: its text, or a line for each field."""
+    """Default text of a view: the view itself if it is text, else a line for each field."""
     if isinstance(view, str):
         return view
     return "\n".join(f"{part.name}: {getattr(view, part.name)}" for part in dataclasses.fields(view))
@@ -381,7 +382,7 @@ def _world_problems(world: type[World]) -> typing.Iterator[str]:
 
 @functools.cache
 def view_reader(kind: Any) -> Callable[[Any], Any]:
-    """Reader of a view, or of a value of an annotated type in one, from what msgpack made of it: lists of fields."""
+    """Decoder of a view, or of a value in one, by annotated type: msgpack makes lists of dataclasses and tuples."""
     if dataclasses.is_dataclass(kind):
         types_of = typing.get_type_hints(kind)
         readers = [view_reader(types_of[part.name]) for part in dataclasses.fields(kind)]
@@ -402,8 +403,8 @@ def view_reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def view_values(view: Any) -> Any:
-    """A view as plain data, dataclasses as lists of their fields' values: what `view_reader` reads."""
-    if isinstance(view, str | int | float):  # most of a view
+    """A view as plain data, dataclasses as lists of their fields' values; `view_reader` reads it back."""
+    if isinstance(view, str | int | float):  # most values: first, for speed
         return view
     if isinstance(view, list | tuple):
         return [view_values(item) for item in view]
@@ -417,18 +418,18 @@ def _as_it_is(value: Any) -> Any:
 
 
 def check_split(split: str) -> None:
-    """Refuse what is no split.
+    """Check the name of a split.
 
     Raises:
-        WorldError: it is not.
+        WorldError: there is no such split.
     """
     if split not in get_args(Split):
         raise WorldError(f"split is {split!r}: give {' or '.join(get_args(Split))}")
 
 
 def tagged_action(reply: str, legal: tuple[str, ...]) -> str | None:
-    """The legal action that a reply names, in whatever case: in its last `<action>` pair, or as the whole of a reply
-    without tags."""
+    """The legal action that a reply names, in any case: inside its last `<action>` tags, or the whole reply if it has
+    no tags. None where it names none, or several legal actions differ from it only in case."""
     text = between_tags(without_thoughts(reply), "action")
     if text is None:
         return None
@@ -436,7 +437,7 @@ def tagged_action(reply: str, legal: tuple[str, ...]) -> str | None:
     for said in (action, action.lower()):
         if said in legal:
             return said
-    for said in (action, action.strip(" .*`'\"")):  # as it stands, or as a model may set it off
+    for said in (action, action.strip(" .*`'\"")):  # exactly, then without punctuation and Markdown
         meant = [each for each in legal if each.lower() == said.lower()]
         if len(meant) == 1:
             return meant[0]

@@ -1,6 +1,6 @@
-"""Demonstrations for a nano base: replies of a world's scripted expert, on paths that stray now and then.
+"""Demonstrations for a nano base: replies of a world's scripted expert, on paths with some random moves.
 
-A workflow that has more to teach brings words and demonstrations of its own.
+A workflow with more to teach has its own vocabulary and demonstrations.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from flowjax.monitor.held_out import NO_SHARES
 from flowjax.records import Task
 from flowjax.run import Run
 
-Exchange = tuple[list[Message], str]  # what is said to the agent, and its reply
+Exchange = tuple[list[Message], str]  # the messages to the agent, and its reply
 
 
 class Tasks(Protocol):
@@ -40,18 +40,21 @@ def demonstrations(
     context: Context = "window",
     history: int = 0,
 ) -> Iterator[list[Exchange]]:
-    """Conversations with the expert, walking each task once and all of them again without end.
+    """Conversations with the expert, over all tasks in order, again and again without end.
 
     In window mode each turn is a conversation of one exchange; in append mode an episode is one conversation. A share
-    `path_noise` of the moves taken is a random legal action, so that states off the expert's way are seen too; the
-    expert is asked anew in each. A share `label_noise` of the replies (not of the moves) is a random legal action. In
-    append mode what is said is what is done, so `label_noise` is the share of both.
+    `path_noise` of the moves is a random legal action, so that states off the expert's path are seen too; the expert
+    replies anew in each. A share `label_noise` of the replies (not of the moves) is a random legal action. In append
+    mode the reply is also the move, so `label_noise` is the share of both, and `path_noise` has no effect.
+
+    Raises:
+        WorldError: there are no tasks.
     """
     if not len(tasks):
         raise WorldError("there are no tasks to demonstrate: raise env.train_tasks")
     env = world.env()
     while True:
-        for index in range(len(tasks)):  # grain's own iterator prefetches in threads, which costs more than a level
+        for index in range(len(tasks)):  # not grain's iterator: its prefetching threads cost more than making a task
             task: Task = tasks[index]
             observation = env.reset(task, task.seed)
             past: list[Past] = []
@@ -68,7 +71,7 @@ def demonstrations(
                 action = world.random_action(observation, rng) if stray and context == "window" else action
                 past.append(Past(turn, observation.view, action))
                 if turn == max_turns:
-                    break  # nobody looks at the answer, which some worlds work hard for
+                    break  # before the step: its result is not used, and a step is expensive in some worlds
                 step = env.step(action)
                 observation = step.observation
                 if step.terminal:
@@ -86,13 +89,13 @@ def _said(
 
 
 def is_executor(run: Run, base: str, world: World) -> bool:
-    """True for a base model that environments ask and that speaks for no agent: it is taught by the world's lessons."""
+    """True for a base model that environments ask and that is no agent's: it is trained on the world's lessons."""
     return base in world.asked_bases() and not run.policies_on(base) and base not in run.agents.values()
 
 
 def base_words(run: Run, base: str, world: World) -> tuple[str, ...]:
-    """The words of a nano base, each once: the world's, and those of the workflow's `vocabulary()` if it has one; an
-    executor's are its lesson pieces."""
+    """The words of a nano base, each once: the world's and those of the workflow's `vocabulary()` if it has one; for an
+    executor, its lesson pieces."""
     if is_executor(run, base, world):
         return world.lesson_pieces()
     of_workflow = getattr(_module_of(run.config.workflow), "vocabulary", tuple)()
@@ -100,7 +103,7 @@ def base_words(run: Run, base: str, world: World) -> tuple[str, ...]:
 
 
 def expert_conversations(workflow: str) -> Callable[..., Iterator[list[Exchange]]]:
-    """The `demonstrations` of the workflow's module, or else those of one agent in the world."""
+    """The `demonstrations` function of the workflow's module, or else the one of this module."""
     return getattr(_module_of(workflow), "demonstrations", demonstrations)
 
 
@@ -109,7 +112,7 @@ def _module_of(workflow: str) -> ModuleType:
 
 
 def no_shares_of(run_dir: Path) -> frozenset[str]:
-    """Metrics of a run's episodes that are no shares of 1; those of every world alone where its own is not here."""
+    """Metrics of a run's episodes that are no shares of 1; without its world's, if that is not on this machine."""
     try:
         counts = find_world(load_run(run_dir).env.name).COUNTS
     except (ConfigError, WorldError):

@@ -1,7 +1,7 @@
-"""Environments in worker processes, away from the event loop, where one that hangs or crashes costs only its episode.
+"""Environments in worker processes, outside the event loop: one that hangs or crashes costs only its own episode.
 
-A worker holds many environments and works through their requests in turn. When one takes too long the worker is killed;
-the episode that hung gets `EnvDied`, and the worker's other episodes are taken up on a new worker by replaying their
+A worker holds many environments and answers their requests in turn. When a request takes too long the worker is killed;
+the episode that hung gets `EnvDied`, and the worker's other episodes continue on a new worker by replaying their
 actions, which is exact because worlds are deterministic given task and seed.
 """
 
@@ -36,20 +36,20 @@ from flowjax.envs.worker import (
 )
 from flowjax.records import Status, Task
 
-MAX_LOSSES = 3  # workers that one call, or one slot at its starts, may lose in a row
-START_AGAIN_S = 2.0  # after a machine that had no memory or process for a worker
+MAX_LOSSES = 3  # workers that one call may lose in a row, or one slot while they start
+START_AGAIN_S = 2.0  # pause after the machine had no memory or process for a worker
 
 
 _log = logging.getLogger(__name__)
 
 
 class _WorkerLost(Exception):
-    """The worker is gone, for a reason that lies elsewhere: replay and go on."""
+    """The worker is gone through another session's fault: replay on a new one and go on."""
 
 
 @dataclass
 class PoolCounts:
-    """Counts of a pool: workers killed for time-outs, workers that died, episodes taken up on another one."""
+    """Counts of a pool: workers killed for time-outs, workers that died, episodes replayed on another worker."""
 
     timeouts: int = 0
     crashes: int = 0
@@ -88,21 +88,21 @@ class _WorkerProcess(asyncio.Protocol):
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                    "PYTHONHASHSEED": "0",  # a world's order of a set is that of every other worker
+                    "PYTHONHASHSEED": "0",  # the order of sets must be equal in all workers, or a replay would differ
                 },
-                start_new_session=True,  # so that what an environment started can be killed with it
+                start_new_session=True,  # its own process group: `kill` also ends processes that environments started
             )
 
     @property
     def started(self) -> bool:
-        """True once the worker has waited for its first request, though none may have come."""
+        """True once the worker is ready for requests; before, a loss counts as a failed start."""
         return self._page[BUSY] != STARTING
 
     async def connect(self) -> None:
         self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
 
     def call(self, session: int, number: int, name: str, *arguments: Any) -> asyncio.Future[Any]:
-        """The future answer; it fails with `_WorkerLost` or `EnvDied`."""
+        """Send a request. The returned future holds the answer, or fails with `_WorkerLost` or `EnvDied`."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         if self.alive:
@@ -113,7 +113,7 @@ class _WorkerProcess(asyncio.Protocol):
         return future
 
     def send(self, request: list[Any]) -> None:
-        """Send with everything else that is sent in this round of the event loop."""
+        """Queue a request; all requests of one round of the event loop are written together."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(request)
@@ -145,7 +145,8 @@ class _WorkerProcess(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.alive = False
         self._count()
-        # Killed for a time-out, yet within its deadline: it had just gone on to the next request, which did no harm.
+        # Killed for a time-out, yet the deadline lies ahead: before the kill the worker went on to a new request, whose
+        # session is not to blame.
         spared = self.timed_out and time.monotonic_ns() < self._page[DEADLINE_NS]
         self.offender = 0 if spared else max(self._page[BUSY], 0)  # STARTING is below 0: no session is to blame
         self.kill()
@@ -164,7 +165,7 @@ class _WorkerProcess(asyncio.Protocol):
             self._counts.crashes += 1
 
     def overdue(self) -> bool:
-        # No lock with the worker: its session is read again, in case it went on to another between the two reads.
+        # The page has no lock: the session is read again, in case the worker went on to another one in between.
         busy = self._page[BUSY]
         deadline_ns = self._page[DEADLINE_NS]
         return busy != 0 and busy == self._page[BUSY] and time.monotonic_ns() > deadline_ns
@@ -174,7 +175,7 @@ class _WorkerProcess(asyncio.Protocol):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def gone(self) -> None:
-        """Return once the killed process is no more. Looked at, as a machine in need has no thread that could wait."""
+        """Return once the killed process has ended. Polls: a machine out of resources may have no thread to wait in."""
         while self.process.poll() is None:
             await asyncio.sleep(0.01)
 
@@ -189,7 +190,8 @@ class EnvPool:
         async with EnvPool(workers=2, step_timeout_s=10.0) as pool, pool.session(path, options) as env:
             observation = await env.reset(task, seed)
 
-    Start it from a thread that lives as long as the pool: workers are killed when that thread ends.
+    Start it from a thread that lives as long as the pool: the kernel kills the workers when that thread ends
+    (`PR_SET_PDEATHSIG` is by thread).
     """
 
     def __init__(self, *, workers: int = 1, step_timeout_s: float = 10.0, start_timeout_s: float = 120.0):
@@ -198,7 +200,7 @@ class EnvPool:
         self._size = workers
         self._workers: list[_WorkerProcess] = []
         self._numbers = itertools.count(1)
-        self._down: set[int] = set()  # slots whose worker could not be started, again and again
+        self._down: set[int] = set()  # slots whose worker failed to start several times in a row
         self._closed = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -221,7 +223,7 @@ class EnvPool:
             await worker.gone()
 
     async def _watch(self) -> None:
-        """Kill workers that are past the deadline of what they are doing."""
+        """Kill workers that are past the deadline of their request."""
         while True:
             await asyncio.sleep(min(self._timeouts_s[0] / 4, 0.5))
             for worker in self._workers:
@@ -231,7 +233,7 @@ class EnvPool:
 
     async def _keep(self, slot: int) -> None:
         """Replace the slot's worker whenever it is lost, until workers prove unable to start."""
-        failed_starts = 0  # in a row; of this slot alone, as what one moment does to all is no proof
+        failed_starts = 0  # in a row, and per slot: one bad moment, which hits all slots at once, is no proof
         while True:
             worker = self._workers[slot]
             await worker.lost.wait()
@@ -243,7 +245,8 @@ class EnvPool:
             self._workers[slot] = await self._replacement(slot)
 
     async def _replacement(self, slot: int) -> _WorkerProcess:
-        """A new worker, as soon as the machine has the memory and processes for one; till then the slot is down."""
+        """A new worker, as soon as the machine has memory and a process for it. After `MAX_LOSSES` refusals the slot is
+        down until then."""
         refused = 0
         while True:
             try:
@@ -280,7 +283,7 @@ class EnvPool:
 
 
 class PooledEnv:
-    """One environment in the pool; remembers its episode so as to be able to replay it."""
+    """One environment in the pool; keeps its episode's requests, to replay them on another worker."""
 
     def __init__(self, pool: EnvPool, session: int, path: str, options: Mapping[str, Any]):
         self._pool, self._session, self._path = pool, session, path
@@ -301,7 +304,7 @@ class PooledEnv:
         return unpack_step(await self._call("step", action), self._view_type)
 
     def close(self) -> None:
-        """Leave the environment to another session."""
+        """Release the environment, for another session."""
         self._leave()
         if self._worker is not None and self._worker.alive:
             self._worker.send([self._session, 0, "close"])
@@ -314,18 +317,18 @@ class PooledEnv:
                 if self._worker is None or not self._worker.alive:
                     await self._take_up()
                 value = await self._send(request)
-            except _WorkerLost:  # by another session's fault: take up on a new worker, and ask again
+            except _WorkerLost:  # another session's fault: replay on a new worker, and ask again
                 continue
             except EnvDied as died:
                 self._dead = died
                 raise
-            self._calls.append(request)  # only now: `_take_up` replays what was answered, then this is asked once
+            self._calls.append(request)  # only after the answer: otherwise a replay would send it, and the loop again
             return value
         self._dead = EnvDied(f"{MAX_LOSSES} workers died under one step of this episode", "env_error")
         raise self._dead
 
     async def _take_up(self) -> None:
-        """Open the environment on a living worker and bring it to where the episode was."""
+        """Open the environment on a living worker and replay the episode's requests there."""
         if self._worker is not None:
             self._pool.counts.replays += 1
             self._leave()
@@ -345,10 +348,10 @@ class PooledEnv:
 
 
 async def irregularity(world: type[World], env: RemoteEnv, task: Task, turns: int) -> str:
-    """A fault that shows when an environment is given the same actions, drawn at random, twice; "" for none.
+    """Fault that an environment shows when the same random actions are played in it twice; "" for none.
 
     Raises:
-        EnvDied: it is gone.
+        EnvDied: the environment is gone.
     """
     walks: list[list[dict[str, Any]]] = []
     for _ in range(2):
@@ -372,7 +375,7 @@ async def irregularity(world: type[World], env: RemoteEnv, task: Task, turns: in
             if not (isinstance(key := shown["state_key"], int) and 0 <= key < 2**64):
                 return f"the state_key of turn {turn} is {key!r}: make it with flowjax.records.state_key"
         walks.append(seen)
-    for turn, (one, other) in enumerate(zip(*walks, strict=False)):  # of different lengths, one has ended before
+    for turn, (one, other) in enumerate(zip(*walks, strict=False)):  # of unequal lengths, `terminal` differs
         for name in one:
             if one[name] != other[name]:
                 return (

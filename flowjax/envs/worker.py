@@ -1,11 +1,11 @@
 """A process that holds environments: `python -m flowjax.envs.worker`, started by `flowjax.envs.pool`.
 
 Requests and replies are msgpack lists in frames of a length and a body, many to a frame, over an inherited socket. In
-a page shared with the parent the worker notes whose request it is working on and by when that must be done, so that
-the parent can tell which of its many environments hangs.
+a page of memory shared with the parent the worker writes the session of its current request and the request's deadline,
+so that the parent can tell which of the worker's many environments hangs.
 
-The steps of a world with `STEPS_WAIT` wait for something outside the process. Its environments work side by side, each
-in a thread of its own, and must bound their waiting themselves: no deadline holds for them.
+The steps of a world with `STEPS_WAIT` wait for something outside the process. Its environments work concurrently, each
+in a thread, and must bound their waiting themselves: they have no deadline.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from flowjax.envs import Env, EnvDied, Observation, Step, World, find_world, vie
 from flowjax.records import Task
 
 LENGTH = struct.Struct("<I")
-BUSY, DEADLINE_NS = 0, 1  # places in the shared page
+BUSY, DEADLINE_NS = 0, 1  # indices of 64-bit integers in the shared page
 STARTING, IDLE = -1, 0  # values of BUSY that are no session
-FLUSH_AFTER_S = 0.001  # replies wait this long for company
+FLUSH_AFTER_S = 0.001  # replies wait this long to be sent together
 PR_SET_PDEATHSIG = 1
-WAITING_THREADS = 256  # environments of worlds that wait, at work at one time
+WAITING_THREADS = 256  # most environments of `STEPS_WAIT` worlds that work at the same time
 
 
 def frame(messages: list[Any]) -> bytes:
@@ -46,8 +46,8 @@ def frame(messages: list[Any]) -> bytes:
 
 
 def framed(messages: list[Any], refused: Callable[[Any, str], bytes]) -> bytes:
-    """The bytes of several messages. Of one that cannot be sent `refused` gives what is sent in its place, by the
-    message and the reason: it must not take the others with it."""
+    """The bytes of several messages. For one that cannot be encoded, `refused` makes the bytes in its place from the
+    message and the reason, so that the others are sent all the same."""
     try:
         return frame(messages)
     except Exception as error:  # a view, a trace or a task of the user's own may hold anything
@@ -57,7 +57,7 @@ def framed(messages: list[Any], refused: Callable[[Any, str], bytes]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Plain values: of a number of NumPy's its own, of a view a list, which `view_reader` puts together again."""
+    """Plain values for msgpack: a NumPy number becomes Python's, a dataclass a list, which `view_reader` reads back."""
     if isinstance(value, np.generic):
         return value.item()
     if not is_dataclass(value):
@@ -108,7 +108,7 @@ def _pack_observation(observation: Observation, view_type: type) -> list[Any]:
 
 
 class Worker:
-    """Environments by session. Those of closed sessions are kept and given to the next session of the same kind."""
+    """Environments by session. Those of closed sessions are reused by later sessions of the same world and options."""
 
     def __init__(self, page: mmap.mmap, step_timeout_s: float, start_timeout_s: float):
         self._page = memoryview(page).cast("q")
@@ -124,7 +124,7 @@ class Worker:
         """[session, number, (message, status) or None, value] for a request [session, number, name, *arguments]."""
         session, _, name = request[:3]
         limit_ns = self._limits_ns.get(name, self._step_limit_ns)
-        # In this order: the parent must not see the new session with the deadline of the one before.
+        # In this order: the parent must not see the new session with the old deadline, and kill it as overdue.
         self._page[DEADLINE_NS] = time.monotonic_ns() + limit_ns
         self._page[BUSY] = session
         try:
@@ -133,7 +133,7 @@ class Worker:
             self._page[BUSY] = IDLE
 
     def waits(self, request: list[Any]) -> bool:
-        """True for a request to a world that waits, which `answer_waiting` answers in another thread."""
+        """True for a request to a `STEPS_WAIT` world, which `answer_waiting` answers in another thread."""
         return request[0] in self._turns
 
     def answer_waiting(self, request: list[Any]) -> list[Any]:
@@ -146,7 +146,7 @@ class Worker:
         session, number, name, *arguments = request
         try:
             value = getattr(self, f"_{name}")(session, *arguments)
-        except BaseException as error:  # whatever a world raises, `sys.exit()` too, costs its own episode only
+        except BaseException as error:  # any error of a world, even `sys.exit()`, ends only its own episode
             self._envs.pop(session, None)
             self._turns.pop(session, None)
             if isinstance(error, EnvDied):  # the world itself says what has ended the episode
@@ -193,7 +193,7 @@ def _unsendable(answer: list[Any], reason: str) -> bytes:
 
 
 def serve(connection: socket.socket, worker: Worker) -> None:
-    """Answer requests in their order until the parent hangs up; those to worlds that wait, whenever they are done."""
+    """Answer requests in order until the parent hangs up; those to `STEPS_WAIT` worlds as soon as each is done."""
     frames = Frames()
     replies: list[Any] = []
     sending = threading.Lock()
@@ -226,10 +226,10 @@ def serve(connection: socket.socket, worker: Worker) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process with its parent: a hung environment never notices that the parent is gone."""
+    """Make the kernel kill this process when its parent dies: a hung environment would never notice that itself."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before the kernel was asked, which then does nothing
+    if os.getppid() != parent:  # it died before the call above, which then has no effect
         sys.exit("the process that started this environment worker is gone")
 
 
