@@ -1,11 +1,11 @@
-"""alfworld's games on textworld's PDDL engine, with what textworld repeats at every step done once per game.
+"""alfworld's games on textworld's PDDL engine, with work that textworld repeats at every step done once per game.
 
 A `Game` is everything about a game file that never changes: the planner's translation of its PDDL, its parsed grammar,
 its commands. A `Playthrough` plays it on a copy of the planner's library, which holds the true state. Texts and
-commands are those of textworld under alfworld's wrapper, word for word: its parser, and its answers to queries, are
-kept where it parses each template anew and copies all that it touches.
+commands are those of textworld under alfworld's wrapper, word for word. textworld parses each template again at every
+use, and copies its state: here parsed templates and sorted facts are cached.
 
-A grammar's expressions are Python and are evaluated as such: a game file from a stranger is a program.
+A grammar's expressions are Python and are evaluated as such: load game files from trusted sources only.
 """
 
 import functools
@@ -31,7 +31,7 @@ from flowjax.envs.alfworld.player import StaticFacts
 from flowjax.records import state_key
 
 NOTHING_HAPPENS = "Nothing happens."
-BOOKKEEPING = "checked"  # a predicate that looking sets and nothing depends on: no part of the state
+BOOKKEEPING = "checked"  # a predicate that looking sets and no action depends on: left out of the state
 TASK_SENTENCE = re.compile(r"Your task is to: ([^\"\\#{}\[\]|;<>\n]*)")
 UNKNOWN_TASK = "Your task is to: UNKNOWN GOAL."
 
@@ -47,7 +47,7 @@ def symbols(template: str) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def query(expression: str) -> Rule:
-    """textworld's rule whose assignments answer a condition."""
+    """textworld's rule for a condition: its assignments in a state are the answers to the condition."""
     return Rule.parse_conjunctive_query(expression)
 
 
@@ -57,7 +57,7 @@ def _code(expression: str) -> CodeType:
 
 
 def predicates(template: str) -> set[str] | None:
-    """Predicates that a template's text depends on; None where it depends on rules of the grammar."""
+    """Predicates that a template's text depends on; None where that is unknown, since it uses rules of the grammar."""
     found: set[str] = set()
     for symbol in symbols(template):
         if isinstance(symbol, textgen.ListSymbol):
@@ -72,14 +72,14 @@ def predicates(template: str) -> set[str] | None:
 
 
 class Grammar:
-    """The rules of one game. `entities` are its things by identity."""
+    """The text rules of one game. `entities` are its things by identity."""
 
     def __init__(self, rules: Mapping[str, Sequence[Any]], entities: Mapping[str, Any]):
         self._rules = rules
         self._entities = entities
 
     def derive(self, template: str, state: Any, mapping: Mapping[Any, Any]) -> str:
-        """The text of a template where the variables are those of `mapping`."""
+        """The text of a template in a state, with the variables of `mapping`."""
         scope = (self._things(mapping), mapping)
         return "".join(str(word) for symbol in symbols(template) for word in self._words(symbol, state, scope))
 
@@ -152,7 +152,8 @@ def _parse(grammar: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
 
 
 def _logic(grammar: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """As `_parse`, with the sentence that states the task, which differs in every game, put in afterwards."""
+    """As `_parse`, but the sentence of the task, which differs in every game, is inserted after parsing: so all games
+    of a grammar share one cached parse."""
     found = TASK_SENTENCE.findall(grammar)
     if len(found) != 1:
         return _parse(grammar)
@@ -166,13 +167,13 @@ def _logic(grammar: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
 
 
 def digest(data: Mapping[str, Any]) -> str:
-    """The identity of a game by what it is: domain, grammar (the task's sentence included) and problem."""
+    """The identity of a game by its content: domain, grammar (the task's sentence included) and problem."""
     parts = [data[name] for name in ("pddl_domain", "grammar", "pddl_problem")]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
 class Facts(State):
-    """textworld's state of facts. Those of one signature are kept sorted, which is how its queries walk them."""
+    """textworld's state of facts. The facts of one signature are cached in sorted order, as its queries read them."""
 
     def __init__(self, types: TypeHierarchy, facts: Iterable[Proposition] = ()):
         self._logic = SimpleNamespace(types=types)
@@ -208,9 +209,9 @@ class Facts(State):
 
 
 class Game:
-    """The unchanging part of a game file with the contents `data`; the game is left loaded in `library`.
+    """The unchanging part of a game file with the contents `data`; the game stays loaded in `library`.
 
-    `cache` is a folder for translations, which take by far the most time.
+    `cache` is a folder for translations, which take by far the most time; None keeps none.
     """
 
     def __init__(self, data: Mapping[str, Any], library: Any, cache: Path | None = None):
@@ -243,15 +244,15 @@ class Game:
         return [fact for fact in map(self.fact, atoms) if not fact.is_negation]
 
     def state(self, library: Any) -> set[Fact]:
-        """The whole state as the planner's library holds it."""
+        """The whole state, read from the planner's library."""
         return self.changing(self._loaded(library))
 
     def branches(self, command: Command) -> bool:
-        """Does what the command does depend on the state? Of such the library names effects that do not occur."""
+        """True where the command's effects depend on the state: then the library also names ones that do not occur."""
         return command.action in self._branching
 
     def fact(self, atom: Atom) -> Proposition:
-        """textworld's proposition of an atom of the planner's."""
+        """textworld's proposition for an atom of the planner."""
         text = atom.name
         known = self._atoms.get(text)
         if known is None:
@@ -259,11 +260,11 @@ class Game:
         return known
 
     def changing(self, facts: Iterable[Proposition]) -> set[Fact]:
-        """The true ones among `facts` that actions can change: with the game they are the whole state."""
+        """The true ones among `facts` that actions can change: together with the game they are the whole state."""
         return {
             (fact.name, *fact.names)
             for fact in facts
-            if fact.name in self._changing  # "not_..." is no such name
+            if fact.name in self._changing  # false facts have names "not_...", which are not in it
         }
 
     def command(self, operator: Any) -> Command:
@@ -278,7 +279,7 @@ class Game:
         pairs = zip(self._parameters[action], arguments, strict=False)
         mapping = {placeholder: Variable(argument, placeholder.type) for placeholder, argument in pairs}
         depends = predicates(self._actions[action].template)
-        # Words that depend on nothing an action changes are made once, for the whole game.
+        # A text that depends on no changing fact is made once for the whole game.
         changing = depends is None or depends & (self._changing | {BOOKKEEPING})
         command = Command(action, tuple(arguments), operator, mapping, None)
         if changing:
@@ -294,7 +295,7 @@ class Game:
         return template.format(**names)
 
     def feedback(self, command: Command, facts: Facts) -> str:
-        """The answer of the game once the command has been obeyed."""
+        """The game's answer, from the facts after the command."""
         return self.grammar.derive(self._actions[command.action].feedback_rule, facts, command.mapping)
 
 
@@ -304,12 +305,12 @@ def _types(known: Translation) -> TypeHierarchy:
         try:
             types.add(Type(name, above))
         except ValueError:
-            continue  # textworld passes over them too
+            continue  # as textworld does
     return types
 
 
 def _entities(facts: Facts) -> dict[str, EntityInfo]:
-    """Everything that facts speak of, by identity, under the names that alfworld gives."""
+    """All things in the facts, by identity, with alfworld's names for them."""
     entities: dict[str, Any] = {v.name: EntityInfo(v.name, v.type) for fact in facts.facts for v in fact.arguments}
     demangler = package("alfworld.agents.utils.misc").Demangler(game_infos=entities)
     for identity, entity in entities.items():
@@ -319,7 +320,7 @@ def _entities(facts: Facts) -> dict[str, EntityInfo]:
 
 
 class Playthrough:
-    """One playing of a game: `load` one, then `obey` commands."""
+    """Plays one game at a time: `load` it, then `obey` commands."""
 
     def __init__(self):
         self.library: Any = load_library()
@@ -330,7 +331,7 @@ class Playthrough:
         self._effects: dict[str, tuple[int, int]] = {}
 
     def load(self, game: Game) -> str:
-        """Begin the game; returns what it says first."""
+        """Begin the game; returns its first text."""
         self.game = game
         self.library.load_sas(game.sas)
         self.facts = game.start.clone()
@@ -343,7 +344,7 @@ class Playthrough:
         return bool(self.library.check_goal())
 
     def obey(self, text: str) -> str:
-        """Carry out a command of `commands`; returns what the game says."""
+        """Carry out a command of `commands`; returns the game's text."""
         command = self.commands[text]
         number, effects = self._effects[command.operator]
         atoms = (Atom * effects)()
@@ -354,7 +355,7 @@ class Playthrough:
             self.facts.add_fact(fact)
             self.state -= self.game.changing([opposite])
             self.state |= self.game.changing([fact])
-        if self.game.branches(command):
+        if self.game.branches(command):  # the effects above may be too many: read the state instead
             self.state = self.game.state(self.library)
         self._list_commands()
         return self.game.feedback(command, self.facts)
@@ -364,7 +365,7 @@ class Playthrough:
         return state_key(self.game.digest, *sorted(" ".join(fact) for fact in self.state))
 
     def _list_commands(self) -> None:
-        """Find what can be done now. Of two ways to the same words the planner's first counts, as in textworld."""
+        """List the commands possible now. Of two with the same text the planner's first counts, as in textworld."""
         operators = (fast_downward.Operator * self.library.get_applicable_operators_count())()
         self.library.get_applicable_operators(operators)
         self.commands, self._effects = {}, {}

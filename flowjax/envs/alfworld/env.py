@@ -1,4 +1,4 @@
-"""The environment: one game at a time on an engine of its own, and the games that this process has loaded."""
+"""The environment: one game at a time on its own engine, and the cache of the games that this process has loaded."""
 
 import json
 from collections import OrderedDict
@@ -28,13 +28,13 @@ class Loaded:
 
 
 class Games:
-    """The games of this process, so that only the first episode of a group waits for a game's translation."""
+    """Cache of this process's games: only the first episode of a group waits for a game's translation."""
 
     def __init__(self):
         self._loaded: OrderedDict[tuple[Any, ...], Loaded] = OrderedDict()
 
     def get(self, task: Task, root: Path | None, library: Any, options: AlfworldOptions) -> Loaded:
-        """The game of a task, loaded with the help of `library` if it is not there. The last used ones stay."""
+        """The game of a task, loaded with `library` if it is not cached. The least recently used games are dropped."""
         key = (str(root), *sorted(task.payload.items()))
         known = self._loaded.get(key)
         if known is None:
@@ -50,9 +50,9 @@ class Games:
 
 
 def _forget_propositions() -> None:
-    """Empty the table in which textworld keeps every proposition that it ever made, 0.1 to 0.7 MB a game.
+    """Empty the table in which textworld keeps every proposition that it ever made, 0.1 to 0.7 MB a game: a leak.
 
-    Propositions are equal by value, so those of the games that stay lose only a shortcut of their comparison.
+    Propositions are equal by value, so those of cached games lose only a shortcut of their comparison.
     """
     mementos._memento_cache.clear()
 
@@ -96,7 +96,7 @@ class AlfworldEnv:
         return self._loaded
 
     def reset(self, task: Task, seed: int) -> Observation:
-        """Begin the task's game; `seed` changes nothing, for nothing in a game is left to chance."""
+        """Begin the task's game; `seed` changes nothing, since games are deterministic."""
         del seed
         self._loaded = GAMES.get(task, self._root, self._play.library, self._options)
         said = self._play.load(self._loaded.game)
@@ -106,7 +106,7 @@ class AlfworldEnv:
         return self._observe(said)
 
     def step(self, action: str) -> Step:
-        """Obey a legal action. One that is not changes nothing, whatever the game itself would count."""
+        """Obey a legal action. An illegal one changes nothing, unlike in the game itself, which would count a move."""
         goal = self.loaded.goal
         valid = not self._won and action != NOT_OFFERED and action in self._play.commands
         said, reward = NOTHING_HAPPENS, 0.0
@@ -120,12 +120,12 @@ class AlfworldEnv:
         return Step(self._observe(said), reward, self._won, valid, outcome)
 
     def best_action(self) -> str:
-        """Next action of a player who sees the true state."""
+        """Next action of the scripted player, which sees the true state."""
         game, goal = self.loaded.game, self.loaded.goal
         return ScriptedPlayer(game.room, self._play.state, self._play.commands, goal).choose()
 
     def _observe(self, said: str) -> Observation:
-        # The game repeats the task where it begins; of its other texts all is seen.
+        # The first text ends with the task, which the view has apart; other texts are shown whole.
         return Observation(AlfworldView(said.partition(TASK)[0].strip(), self._task), self._legal, self._play.key())
 
     def _list_actions(self) -> None:

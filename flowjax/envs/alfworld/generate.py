@@ -1,4 +1,4 @@
-"""Games of our own on alfworld's floor plans: what lies where is ours, everything else is as in the real data."""
+"""Generated games on alfworld's floor plans: only the places of objects are ours, the rest is as in the real data."""
 
 import functools
 import importlib
@@ -17,17 +17,17 @@ from flowjax.envs import NotReady, WorldError
 
 # ----------------------------------------------------------------------------------- packages of the extra, floor plans
 
-# Packages are imported when they are first needed. textworld's PDDL engine rests on a planner under the GPL, so nothing
+# Packages are imported when they are first needed. textworld's PDDL engine uses a planner under the GPL, so no module
 # outside this folder may import it.
 
 DATA_VARIABLE = "ALFWORLD_DATA"
 GRID_M = 0.25  # metres per step of the agent
 LAMPS = ("DeskLamp", "FloorLamp")
-LAMP_STANDS = {  # nothing can be put where a lamp stands by its own right, so alfworld has no table of this
+LAMP_STANDS = {  # receptacle classes for lamps, which alfworld's tables of what holds what do not have
     "DeskLamp": ("Desk", "SideTable", "Dresser", "Shelf", "CoffeeTable", "DiningTable"),
     "FloorLamp": ("SideTable", "ArmChair", "Sofa", "CoffeeTable", "Desk", "Dresser"),
 }
-BURNERS = 4  # of a stove; of the other receptacles whose position is not given there is one
+BURNERS = 4  # of a stove; other receptacles without a given position occur once
 STANDING = ("CoffeeMachine", "GarbageCan", "HandTowelHolder", "LaundryHamper", "Ottoman", "StoveBurner", "Toaster")
 STANDING += ("Toilet", "ToiletPaperHanger", "TowelHolder")
 
@@ -36,7 +36,8 @@ STANDING += ("Toilet", "ToiletPaperHanger", "TowelHolder")
 def package(name: str) -> ModuleType:
     """A module of alfworld, or one that imports it or textworld.
 
-    alfworld sets ALFWORLD_DATA, and makes a folder for it, when it is imported; here both stay as the user has them.
+    On import, alfworld sets ALFWORLD_DATA and makes that folder. Where the user has not set the variable, it names the
+    temporary folder during the import, and is then removed again.
 
     Raises:
         NotReady: it is not installed.
@@ -56,7 +57,7 @@ def package(name: str) -> ModuleType:
 
 
 def constants() -> ModuleType:
-    """alfworld's tables of object classes, what may hold what, and which scenes are for training."""
+    """alfworld's tables: object classes, which receptacles hold which objects, which scenes are for training."""
     return package("alfworld.gen.constants")
 
 
@@ -72,7 +73,8 @@ def folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A fixed receptacle. `identity` is alfworld's: class and position in metres; `location` is where one stands."""
+    """A fixed receptacle. `identity` is alfworld's: class and position in metres; `location` is the viewpoint from
+    which the agent uses it."""
 
     kind: str
     identity: str
@@ -104,7 +106,7 @@ def location(x: float, z: float, rotation: int, horizon: int) -> str:
 
 
 def number(metres: float) -> str:
-    """A coordinate as identities hold it: two digits, two decimals, always signed."""
+    """A coordinate as in identities: sign, two digits, two decimals."""
     return f"{metres:+06.2f}"
 
 
@@ -143,7 +145,7 @@ def floor_plan(scene: int) -> FloorPlan:
         if kind in seen and kind not in have:
             for _ in range(BURNERS if kind == "StoveBurner" else 1):
                 x, z = points[rng.integers(len(points))].tolist()
-                height = number(float(rng.integers(100)) / 100)  # tells the burners of one point apart
+                height = number(float(rng.integers(100)) / 100)  # keeps burners at one point distinct
                 identity = f"{kind}|{number(x)}|{height}|{number(z)}"
                 places.append(Place(kind, identity, location(x, z, int(rng.integers(4)) * 90, 30)))
     movable = {name for holds in table.VAL_RECEPTACLE_OBJECTS.values() for name in holds}
@@ -156,7 +158,7 @@ def floor_plan(scene: int) -> FloorPlan:
 
 
 def _kind(identity: str) -> str:
-    """The class of a receptacle; a sink's basin is named by its last part."""
+    """The class of a receptacle: the first part of its identity, or a fifth one, as a sink's basin has."""
     parts = identity.split("|")
     return parts[4] if len(parts) > 4 else parts[0]
 
@@ -171,7 +173,7 @@ TASK_TYPES = (
     "pick_cool_then_place_in_recep",
     "pick_two_obj_and_place",
 )
-TOOLS = {  # task type -> (receptacle that does it, alfworld's table of objects it is done to)
+TOOLS = {  # task type -> (receptacle that does it, alfworld's table of suitable objects)
     "pick_clean_then_place_in_recep": ("SinkBasin", "Cleanable"),
     "pick_heat_then_place_in_recep": ("Microwave", "Heatable"),
     "pick_cool_then_place_in_recep": ("Fridge", "Coolable"),
@@ -182,9 +184,8 @@ MANGLE = (("-", "_minus_"), ("|", "_bar_"), ("+", "_plus_"), (".", "_dot_"), (",
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A game in short. `target` is the class of the receptacle to fill, or of the lamp; `seed` places the objects.
-
-    `clutter` is the share of the room's classes of objects that lie about.
+    """A game as a few parameters. `target` is the class of the receptacle to fill, or of the lamp; `seed` places the
+    objects. `clutter` is the share of the room's object classes that are in the game.
     """
 
     scene: int
@@ -217,7 +218,7 @@ class Thing:
 
 
 def holds(place_kind: str, object_kind: str) -> bool:
-    """Does alfworld allow an object of one class on a receptacle of another?"""
+    """True where alfworld allows an object of this class on a receptacle of that class."""
     return object_kind in constants().VAL_RECEPTACLE_OBJECTS.get(place_kind, ())
 
 
@@ -278,7 +279,7 @@ def _identity(rng: np.random.Generator, kind: str, place: Place, used: set[str])
 
 
 def mangle(text: str) -> str:
-    """An identity as PDDL can hold it."""
+    """An identity as a PDDL name, which has no such signs."""
     for character, word in MANGLE:
         text = text.replace(character, word)
     return text
@@ -295,7 +296,7 @@ def problem(spec: Spec) -> str:
     declared = [
         "agent1 - agent",
         *(f"{kind}Type - otype" for kind in object_kinds),
-        *(f"{kind}Type - rtype" for kind in place_kinds),  # no otype: the planner would find nothing to be reachable
+        *(f"{kind}Type - rtype" for kind in place_kinds),  # not otype: the planner would find nothing reachable
         *(f"{mangle(thing.identity)} - object" for thing in things),
         *(f"{mangle(place.identity)} - receptacle" for place in plan.places),
         *(f"{mangle(name)} - location" for name in locations),
@@ -366,7 +367,7 @@ def logic() -> tuple[str, str]:
 
 
 def game_file(spec: Spec) -> dict[str, Any]:
-    """The contents of `game.tw-pddl`, not yet known to be solvable."""
+    """The contents of `game.tw-pddl`; `solvable` is not checked yet."""
     domain, grammar = logic()
     return {
         "pddl_domain": domain,
@@ -378,7 +379,7 @@ def game_file(spec: Spec) -> dict[str, Any]:
 
 
 def trajectory_file(spec: Spec, name: str) -> dict[str, Any]:
-    """The contents of `traj_data.json`, as far as a text world has any."""
+    """The contents of `traj_data.json`; images and low-level actions are empty in a text world."""
     light = spec.task_type == "look_at_obj_in_light"
     return {
         "task_id": name,

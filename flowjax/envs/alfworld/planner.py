@@ -24,9 +24,9 @@ PROGRAM_HEADERS, HEADER_SIZE_AND_COUNT = 32, 54  # where an ELF file says where 
 class Translation:
     """The part of the planner's task that is needed, as plain data that can be kept on disk for other processes.
 
-    `types` are names with their supertypes, `kinds` the type of each thing, `parameters` name and type of those of each
-    action, `declared` the facts of the problem's own text, `changing` the predicates that actions change, `branching`
-    the actions that do so under a condition.
+    `types` are names with their supertypes, `kinds` the type of each thing, `parameters` the names and types of each
+    action's parameters, `declared` the facts in the problem's text, `changing` the predicates that actions change,
+    `branching` the actions with conditional effects. `sas` is the planner's own input format.
     """
 
     sas: str
@@ -39,10 +39,10 @@ class Translation:
 
 
 def translate(domain: str, problem: str) -> Translation:
-    """Translate. The planner's translator overwrites the program's arguments, which come back here."""
+    """Translate a game's PDDL. The planner's translator overwrites `sys.argv`, which is restored here."""
     arguments = sys.argv
     try:
-        pddl2sas: Any = fast_downward.pddl2sas  # says that it returns two strings
+        pddl2sas: Any = fast_downward.pddl2sas  # Any: annotated wrongly, as two strings
         task, sas = pddl2sas(domain, problem)
     finally:
         sys.argv = arguments
@@ -62,7 +62,7 @@ def translate(domain: str, problem: str) -> Translation:
 
 
 def _declared(initial: Iterable[Any]) -> Iterable[list[str]]:
-    """The facts of the problem's own text, as textworld reads them; distances and costs are none."""
+    """The facts in the problem's text, as textworld reads them; without distances and costs, which are numbers."""
     for atom in initial:
         if hasattr(atom, "predicate") and atom.predicate != "=":
             yield [atom.predicate, *atom.args]
@@ -79,15 +79,15 @@ def translated(domain: str, problem: str, name: str, cache: Path | None) -> Tran
     path = cache / f"{name}.json"
     try:
         return Translation(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # not there, or not whole
+    except (OSError, ValueError, TypeError):  # missing, or damaged
         made = translate(domain, problem)
     cache.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(asdict(made)), durable=False)  # one that is not whole is made anew
+    replace_file(path, json.dumps(asdict(made)), durable=False)  # a damaged file is made anew
     return made
 
 
 def loaded_bytes(image: bytes) -> int:
-    """Length of the part of a shared library's file that is ever loaded; what follows is for debuggers."""
+    """Length of the part of a shared library's file that is ever loaded; the rest is for debuggers."""
     if not image.startswith(ELF64):
         return len(image)
     (start,) = struct.unpack_from("<Q", image, PROGRAM_HEADERS)
@@ -98,7 +98,7 @@ def loaded_bytes(image: bytes) -> int:
 
 @functools.cache
 def _source() -> str:
-    """The library without what only debuggers read: a megabyte instead of 34, of which every environment has a copy."""
+    """Path of the library without its debug information: every environment holds a copy, of 1 MB instead of 34."""
     path = str(interface.DOWNWARD_LIB_PATH)
     if not hasattr(os, "memfd_create"):
         return path
@@ -109,7 +109,7 @@ def _source() -> str:
 
 
 def load_library() -> Any:
-    """A copy of the planner's library; fast_downward makes it, from a file that is named to it for so long."""
+    """A copy of the planner's library. fast_downward takes it from a path in its module, replaced here for the call."""
     whole = interface.DOWNWARD_LIB_PATH
     interface.DOWNWARD_LIB_PATH = _source()
     try:

@@ -1,6 +1,6 @@
 """The true state of a game, its goal, and a player that sees both.
 
-The player needs no search: it fetches, treats and puts away what the goal names.
+The player needs no search: it fetches, treats and puts away the objects that the goal names.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ TREATMENTS = {  # task type -> (what the object must become, the action, the rec
 
 @dataclass(frozen=True, slots=True)
 class GameGoal:
-    """The task: `object` is a class of objects, `target` one of receptacles or lamps, both as facts name them."""
+    """The task: `object` is a class of objects, `target` a class of receptacles or lamps, both as facts name them."""
 
     task_type: str
     object: str
@@ -36,7 +36,7 @@ class GameGoal:
 
 
 class StaticFacts:
-    """The facts of a game that never change, by what they are asked for."""
+    """The facts of a game that never change, indexed by the questions that a player asks."""
 
     def __init__(self, facts: Iterable[tuple[str, ...]]):
         pairs: defaultdict[str, dict[str, str]] = defaultdict(dict)
@@ -55,7 +55,7 @@ class StaticFacts:
 
 
 class TrueState:
-    """One state: where the agent is, what it holds, what lies where, what has which property."""
+    """One state: the agent's place, the thing it holds, the place of each thing, and the properties of things."""
 
     def __init__(self, room: StaticFacts, state: Iterable[tuple[str, ...]]):
         self.room = room
@@ -97,7 +97,7 @@ class TrueState:
 
 
 def conditions_met(state: TrueState, goal: GameGoal) -> float:
-    """The share of the goal's conditions that hold, for the object that is furthest."""
+    """The share of the goal's conditions that hold, for the object that fulfils most of them."""
     objects = state.of_kind(goal.object)
     if goal.task_type == LIGHT:
         lit = [lamp for lamp in state.of_kind(goal.target) if state.has(lamp, "istoggled")]
@@ -123,7 +123,7 @@ class ScriptedPlayer:
         self._state, self._commands, self._goal = TrueState(room, state), commands, goal
 
     def choose(self) -> str:
-        """A command that brings the goal nearer; where none does, one that changes nothing."""
+        """A command that brings the goal nearer; where there is none, one that changes nothing."""
         chosen = self._light() if self._goal.task_type == LIGHT else self._place()
         return chosen or self._give("look") or min(self._commands)
 
@@ -185,7 +185,7 @@ class ScriptedPlayer:
         return self._go(place) or self._open(place) or self._give("pickupobject", thing, place)
 
     def _drop(self) -> str | None:
-        """Put away what is held and not wanted, wherever it may lie."""
+        """Put down a held thing that is not wanted, in any place that takes it."""
         state = self._state
         kind = state.room.kind.get(str(state.held), "")
         places = [place for place, its_kind in state.room.place_kind.items() if (its_kind, kind) in state.room.fits]

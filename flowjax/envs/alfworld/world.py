@@ -1,7 +1,7 @@
 """The world of ALFWorld: household tasks in text, on alfworld's own engine.
 
-State: where everything is, and what was done to it. Games are generated when asked for, or those of a folder. Nothing
-of the `alfworld` extra is imported before an environment or a task is asked for.
+State: where everything is, and what was done to it. Games are generated on demand, or read from a folder. The packages
+of the `alfworld` extra are imported only when an environment or a task is asked for.
 """
 
 import functools
@@ -49,7 +49,7 @@ WORLD = "alfworld"
 TASKS = 1 << 31  # length of the source of generated tasks; slice it
 HELD_OUT_ONE_IN = 8  # tasks in the training rooms, by content
 GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
-UNUSABLE = ("movable", "Sliced")  # in the name of a folder: tasks that the text world leaves out
+UNUSABLE = ("movable", "Sliced")  # parts of folder names: tasks that the text world cannot play
 GENERATED = "generated"
 FOLDER = "json_2.1.1"
 GET_DATA = (
@@ -161,7 +161,7 @@ class Alfworld(World):
         return grain.MapDataset.range(TASKS).map(generated)
 
     def instruct(self, observation: Observation, history: History) -> str:
-        """The task, the earlier turns that the window shows, what is seen now, what can be done."""
+        """The task, the earlier turns in the window, the latest text, the legal actions."""
         view: AlfworldView = observation.view
         parts = [RULES, f"{TASK}{view.task}."]
         if history:
@@ -173,7 +173,7 @@ class Alfworld(World):
         return "\n\n".join([*parts, f"You see now:\n{view.seen}", _choices(observation)])
 
     def compact(self, observation: Observation, history: History) -> str:
-        """`task <task> ; <seen> > <action> ; <seen> >`, without the list of actions; so reads a conversation too."""
+        """`task <task> ; <seen> > <action> ; <seen> >`, without the list of actions; conversations read the same."""
         view: AlfworldView = observation.view
         past = [f"; {compact_words(one.view.seen)} > {one.action or 'none'}" for one in history]
         return " ".join(["task", compact_words(view.task), *past, ";", compact_words(view.seen), ">"])
@@ -189,15 +189,15 @@ class Alfworld(World):
         return _words()
 
     def expert(self, env: "AlfworldEnv") -> str:
-        """The next action of a player who sees the true state."""
+        """The next action of the scripted player, which sees the true state."""
         return env.best_action()
 
 
 class GeneratedTasks:
-    """The index-th task of a split: its kind in turn, then the room, what is asked for, and what lies where.
+    """The index-th task of a split: kinds take turns; the room, the object and target, and the places are random.
 
-    Training and held-out tasks never ask for the same in the same room, wherever things lie: the unseen rooms are
-    ALFRED's, and in the seen ones each (room, kind of task, object, target) belongs to one split for good.
+    Training and held-out tasks never have the same goal in the same room, wherever things lie: the unseen rooms are
+    ALFRED's, and in seen rooms a hash puts each (room, kind of task, object, target) into one split for good.
     """
 
     def __init__(self, split: Split, data_seed: int, options: AlfworldOptions):
@@ -233,7 +233,7 @@ class GeneratedTasks:
 def _rooms(
     split: Split, held_out: str, only: tuple[int, ...] | None, kind: str
 ) -> tuple[tuple[int, tuple[tuple[str, str], ...]], ...]:
-    """Each scene of a split with what a task of this kind may ask for there."""
+    """Each scene of a split with the (object, target) pairs that tasks of this kind may have there."""
     unseen = split == "held_out" and held_out == "unseen"
     rooms = []
     for scene in scenes("held_out" if unseen else "train"):
@@ -252,7 +252,7 @@ def _is_held_out(scene: int, kind: str, asked: str, target: str) -> bool:
 
 
 def data_tasks(root: Path, split: Split, data_seed: int, options: AlfworldOptions) -> list[Task]:
-    """The games of a folder that are known to be solvable, in an order that the data seed fixes.
+    """The games of a folder that are marked solvable, in an order that the data seed fixes.
 
     Raises:
         WorldError: there are none; the message says what was found.
@@ -287,7 +287,7 @@ def data_tasks(root: Path, split: Split, data_seed: int, options: AlfworldOption
 
 
 def _read(file: Path, name: str, default: Any = None) -> Any:
-    """A field of a file of a game; one that has no default must be there.
+    """A field of a game's JSON file; without a default the field must be there.
 
     Raises:
         WorldError: it is not, or the file cannot be read.
@@ -308,7 +308,7 @@ def _choices(observation: Observation) -> str:
 def compact_words(text: str) -> str:
     """A text of the game in words of the vocabulary, each thing once.
 
-    Of the list of a room's receptacles only the highest number of each class.
+    Of a room's list of receptacles only the highest number of each class is kept.
     """
     text = text.lower().rpartition("=-")[2]
     room = "looking quickly around you" in text

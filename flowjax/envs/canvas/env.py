@@ -34,15 +34,15 @@ OUTCOMES = (
 )  # fmt: skip
 _SHARES = ("success", "correctness", "finished", "operator_entropy", "distinct_siblings")
 COUNTS = tuple(name for name in OUTCOMES if name not in _SHARES)
-GRACE_S = 1.0  # for what a run does after its deadline
-_REFUSAL_CHARACTERS = 600  # shown of why an action was refused
-_STALLED_SHARE = 0.5  # of `step_s`: a request that alone waits longer has met an outage, not a long workflow
+GRACE_S = 1.0  # for a run to end after its deadline
+_REFUSAL_CHARACTERS = 600  # shown of the reason of a refusal
+_STALLED_SHARE = 0.5  # of `step_s`: a single request that waits longer means an outage, not a long workflow
 
 
 class CanvasEnv:
     """A workflow that is edited, one action per turn, and run after each edit. State: problem, workflow, finished.
 
-    The run's answer is what counts, as it stands when the episode ends.
+    The answer of the last run, when the episode ends, is the one that is graded.
     """
 
     def __init__(self, options: "CanvasOptions"):
@@ -65,7 +65,7 @@ class CanvasEnv:
 
     @property
     def run(self) -> WorkflowRun | None:
-        """Of the workflow as it is; None before the first edit."""
+        """The run of the current workflow; None before the first edit."""
         return self._run
 
     @property
@@ -77,7 +77,7 @@ class CanvasEnv:
         self._await_executors()
         self._workflow = Workflow()
         self._run: WorkflowRun | None = None
-        self._cache = Cache(max_entries=1000)  # of the episode: what others have asked for is not for free here
+        self._cache = Cache(max_entries=1000)  # per episode: a reply that another episode paid for is not free here
         self._usage, self._seconds = Usage(), 0.0
         self._turn = 0
         self._finished = False
@@ -87,7 +87,7 @@ class CanvasEnv:
         return self._observe()
 
     def _await_executors(self) -> None:
-        """Begin no episode while a backend is known to fail: its policy's turns would be for nothing."""
+        """Begin no episode while a backend is known to fail: the policy's turns in it would be wasted."""
         limit_s = self._options.step_s
         for backend in self._backends.values():
             if (ready := getattr(backend, "ready", None)) is not None:
@@ -116,7 +116,11 @@ class CanvasEnv:
         return self._finished or self._turn >= self._options.turns
 
     def _take(self, action: Action, problem: Problem) -> str:
-        """Carry the action out; why it was refused, "" if it was not."""
+        """Carry out the action; returns the reason if it is refused, else "".
+
+        Raises:
+            EnvDied: an executor or the grading sandbox is away.
+        """
         if isinstance(action, Finish):
             refused = self._gate()
             self._finished = not refused
@@ -171,7 +175,7 @@ class CanvasEnv:
         )
 
     def _gate(self) -> str:
-        """Reason for which `finish` is refused, "" if it is not."""
+        """Reason to refuse `finish`, "" to accept it."""
         calls = list(self._workflow.calls())
         roles = {self._roles.get(call.operator) for call in calls}
         options = self._options
@@ -185,7 +189,7 @@ class CanvasEnv:
 
     def _observe(self) -> Observation:
         left = self._options.budget.left(self._usage, self._seconds)
-        # Seconds are left out: an observation depends on the actions alone, also when an episode is replayed.
+        # Seconds are left out: a replayed episode must give equal observations, and its runs take other times.
         budget = [(left.calls, "calls"), (left.tokens, "tokens"), (left.cost, "cost")]
         problem, options, usage = self.problem, self._options, self._usage
         workflow = show(self._workflow, ids=True)
@@ -239,7 +243,7 @@ def load(payload: Mapping[str, Any]) -> tuple[Problem, tuple[str, ...] | Suite]:
     """The problem of a task, and its gold answers or hidden tests.
 
     Raises:
-        WorldError: its file has another problem in its place.
+        WorldError: the file has another problem at the task's row.
     """
     if "row" in payload:
         record = record_of(payload)
@@ -252,7 +256,7 @@ def load(payload: Mapping[str, Any]) -> tuple[Problem, tuple[str, ...] | Suite]:
 
 
 def failed_step(workflow: Workflow, run: WorkflowRun | None) -> str:
-    """Id of the step at the top in which a run has failed, "" if none has."""
+    """Id of the top-level step in which a run failed, "" if it did not."""
     if run is None or run.status != "error" or not run.trace:
         return ""
     failed = run.trace[-1].node_id

@@ -1,6 +1,6 @@
 """Executors and judges of the canvas world, opened once per process.
 
-The rollouts of a group ask for much the same replies, and run and hand in much the same programs: each is made once.
+The rollouts of a group send much the same requests, and run and hand in much the same programs: each is done once.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from flowjax.records import state_key
 
 # An engine that restarts comes back at the same address: requests wait for it as long as the world lets them.
 _PATIENT = {"timeout_s": 600.0, "retries": 10_000, "last_retry_s": 5.0, "failures_in_a_row": 1_000_000}
-_NOWHERE = "http://127.0.0.1:9/v1"  # outside a run, such as while its config is checked: nobody listens at `discard`
+_NOWHERE = "http://127.0.0.1:9/v1"  # outside a run, as when its config is checked: port 9, where no server listens
 _CACHE_FILE = "executor-replies.sqlite"
 _KEPT = 20_000
 _SEEDS = 1 << 31  # that endpoints take
@@ -43,10 +43,10 @@ _Result = TypeVar("_Result")
 
 
 class RememberingBackend:
-    """A backend that is sent no request twice: the rollouts of a group ask much the same.
+    """A backend that gets no request twice: the rollouts of a group send much the same ones.
 
-    A reply from memory states the usage that it took when it was made, so that what an episode is charged does not
-    depend on who was first. Sampling and the seed are part of what makes requests equal.
+    A remembered reply states the usage of its first time, so that an episode's cost does not depend on which episode
+    was first. Equal requests have equal messages, sampling settings and seeds.
     """
 
     def __init__(self, backend: OpenAIBackend, cache: Cache):
@@ -85,7 +85,8 @@ class RememberingBackend:
 
 
 def _seeded_by_words(request: Request) -> Request:
-    """The request with a seed of its words: with one for all problems, a sampler would draw their replies alike."""
+    """The request with a seed that depends on its messages: with the same seed for all problems, a sampler would draw
+    the same random numbers for each, and replies would be correlated."""
     if not request.temperature:
         return request
     words = [message["content"] for message in request.messages]
@@ -107,7 +108,7 @@ def open_executors(config: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Back
 
 
 def run_folder() -> str:
-    """Of the run that this process belongs to, "" if to none."""
+    """Folder of the run that this process belongs to, "" outside a run."""
     return os.environ.get(RUN_VARIABLE, "")
 
 
@@ -117,7 +118,7 @@ def bases_of_run(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def price_list(config: Mapping[str, Mapping[str, Any]], default: str) -> str:
-    """The executors and what they cost, a line each; nothing where there is no choice."""
+    """The executors and their prices, a line each; "" where there is only one."""
     if len(config) < 2:
         return ""
     lines = []
@@ -129,14 +130,14 @@ def price_list(config: Mapping[str, Mapping[str, Any]], default: str) -> str:
 
 
 def relative_prices(config: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Prices of what the executors write, in units of the cheapest that is not free; 0 is free."""
+    """Prices of sampled tokens, in units of the cheapest executor that is not free; 0 is free."""
     prices = {name: Prices(**(given.get("prices") or {})).sampled for name, given in config.items()}
     cheapest = min((price for price in prices.values() if price), default=1.0)
     return {name: round(price / cheapest) for name, price in prices.items()}
 
 
 def _of_run(name: str, options: dict[str, Any], run: str, urls: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Options of kind "run" as those of an endpoint: all replicas of the base model that they name."""
+    """Options of kind "run" as options of an endpoint: all replicas of the base model that they name."""
     if options.get("kind") != "run":
         return options
     given = {option: value for option, value in options.items() if option not in ("kind", "base")}
@@ -151,7 +152,7 @@ def _of_run(name: str, options: dict[str, Any], run: str, urls: Mapping[str, lis
         "kind": "openai",
         "base_url": addresses,
         "model": base,
-        "identity": f"{base} of the run {run}",  # which has the same weights also after a restart
+        "identity": f"{base} of the run {run}",  # a base model's weights stay the same in a run, restarts included
         **_PATIENT,
         **given,
     }
@@ -178,17 +179,18 @@ def _opened(config: str, run: str, engines: str) -> Mapping[str, Backend]:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process in which all workflows run: connections and rate limits belong to one loop."""
+    """The event loop in which all workflows of this process run, in a thread: connections and rate limits belong to one
+    loop, and are shared only inside it."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="workflows", daemon=True).start()
     return loop
 
 
 def wait_for(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
-    """Result of work that is done in the workflows' event loop, cancelled when the time is over.
+    """Run a coroutine in the workflows' event loop, from any other thread, and wait for its result.
 
     Raises:
-        TimeoutError: it takes longer.
+        TimeoutError: it takes longer; the work is cancelled.
     """
     future = asyncio.run_coroutine_threadsafe(work, _loop())
     try:
@@ -199,7 +201,7 @@ def wait_for(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
 
 
 def _close_at_exit(backends: Mapping[str, Backend]) -> None:
-    """Have the connections of the backends closed when this process ends."""
+    """Close the backends' connections when this process ends."""
 
     async def close() -> None:
         for backend in backends.values():
@@ -214,7 +216,7 @@ def _close_at_exit(backends: Mapping[str, Backend]) -> None:
 
 
 class RememberingSandbox(Sandbox):
-    """Runs each program once on each input. What a time limit may have cut short is not kept."""
+    """Runs each program once on each input. Results that a time limit may have cut short are not remembered."""
 
     def run(self, program: str, stdin: bytes) -> ProgramResult:
         """See `Sandbox`."""
@@ -242,7 +244,7 @@ def scored(
     options: dict[str, str],
     packages: tuple[str, ...] = (),
 ) -> Score:
-    """The verdict on an answer, "" being wrong without a look."""
+    """The grade of an answer; a blank one is wrong without grading."""
     if not answer.strip():
         return Score(False, 0.0)
     key = (answer, gold if isinstance(gold, tuple) else repr(gold), kind, tuple(options.items()), packages)
@@ -266,6 +268,6 @@ def _keep(key: Any, result: Any) -> Any:
 
 
 def _cut_short(remarks: Iterable[str]) -> bool:
-    """True if a time limit, or a grader that did not answer, had a part in it."""
+    """True if a time limit, or a grader that did not answer, had a part in the result: it may differ next time."""
     signs = ("time", "too long", "no verdict")  # "took too long" is the judge's remark
     return any(sign in remark for remark in remarks for sign in signs)

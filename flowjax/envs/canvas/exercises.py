@@ -1,6 +1,6 @@
 """Generated exercises of four kinds, each with a checked answer: arithmetic, word problems, lists of facts, programs.
 
-Every exercise says all that is needed to solve it, so that `read` finds the answer in its words alone.
+Every exercise states all that is needed to solve it, so `read` computes the answer from its text alone.
 """
 
 import math
@@ -20,7 +20,7 @@ ENTRY_POINT = "compute"
 NAMES = ("Ana", "Ben", "Chidi", "Dora", "Emre", "Fumi", "Goran", "Hana", "Ivo", "Jun", "Kaya", "Leo")
 THINGS = ("apples", "books", "coins", "stamps", "shells", "tickets", "pencils", "marbles")
 RANKS = ("the most", "the second most", "the fewest", "the second fewest")
-# Instructions that a nano policy can give, each said by one word; the simulated executors heed them.
+# Instructions that a nano policy can give, each by one word; the simulated executors react to them.
 PHRASES: Mapping[str, str] = {
     "stepwise": "Go through the text in its order, one step at a time, and keep every number.",
     "exact": "Multiply before you add, and check every digit.",
@@ -59,9 +59,9 @@ REDUCTIONS: Mapping[str, Callable[[Sequence[int]], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Exercise:
-    """Question and how an answer to it is judged: a gold answer, or hidden assertions about a program.
+    """A question and the means to grade an answer: a gold answer, or hidden assertions about a program.
 
-    `size` is the number of terms, steps, people, or 3 for programs: the longer, the harder.
+    `size` is the number of terms, steps or people, and 3 for programs: the larger, the harder.
     """
 
     source: str
@@ -76,7 +76,7 @@ class Exercise:
 
 @dataclass(frozen=True, slots=True)
 class Specification:
-    """A program to be written: reduction of map of the numbers that the filter lets through."""
+    """A program to be written: filter the numbers, map them, reduce the results to one number."""
 
     reduction: str
     mapping: str
@@ -90,7 +90,7 @@ class Specification:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Content of an exercise's words: its kind, its answer ("" for a program), and the program that is asked for."""
+    """Meaning of an exercise's text: its kind, its answer ("" for a program), and the program that is asked for."""
 
     source: str
     answer: str
@@ -99,7 +99,7 @@ class Reading:
 
 
 def split_of(text: str) -> Split:
-    """Split of an exercise, decided by its words alone."""
+    """Split of an exercise, by a hash of its text: the same in every process and under every data seed."""
     return "train" if state_key("canvas", " ".join(text.split())) % HELD_OUT_ONE_IN else "held_out"
 
 
@@ -107,7 +107,7 @@ def generate(rng: np.random.Generator, kinds: Sequence[str], split: Split) -> Ex
     """An exercise of one split, of a kind drawn from `kinds`.
 
     Raises:
-        WorldError: there is hardly any.
+        WorldError: none was found in `_MAX_ATTEMPTS` attempts.
     """
     for _ in range(_MAX_ATTEMPTS):
         exercise = _MAKERS[kinds[int(rng.integers(len(kinds)))]](rng)
@@ -198,7 +198,7 @@ _MAKERS: Mapping[str, Callable[[np.random.Generator], Exercise]] = {
 
 
 _NUMBER, _NAME, _THING = r"[0-9][0-9]?", f"(?:{'|'.join(NAMES)})", f"(?:{'|'.join(THINGS)})"
-# The sentences that are generated, and no others: problems of files may look much like them.
+# Exactly the sentences that are generated: problems of files may look much like them, and must not match.
 _EXPRESSION = re.compile(rf"Compute ({_NUMBER}(?: [-+*] {_NUMBER})+)\.")
 _STORY = re.compile(
     rf"(?P<name>{_NAME}) has (?P<count>{_NUMBER}) (?P<things>{_THING})\."
@@ -216,7 +216,7 @@ _TASK = re.compile(
 
 
 def read(text: str) -> Reading | None:
-    """The answer as a careful reader finds it in the words of an exercise; None where they are of no known kind."""
+    """The kind and the right answer of an exercise, computed from its text; None for a text of no known kind."""
     text = text.strip()
     if found := _EXPRESSION.fullmatch(text):
         return Reading("arithmetic", str(_evaluate(found[1])), found[1].count(" ") // 2 + 1)
@@ -258,7 +258,7 @@ def _read_program(words: str) -> Reading | None:
 
 
 def words(text: str) -> list[str]:
-    """Words of an exercise as a nano model reads them, without punctuation and what all programs are asked alike."""
+    """Words of an exercise as a nano model reads them, without punctuation and phrases that all program tasks share."""
     _, asked, rest = text.partition(" returns ")
     return re.findall(r"\d+|[A-Za-z]+|[-+*]", rest.partition(", or 0")[0] if asked else text)
 
@@ -270,7 +270,7 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def payload(exercise: Exercise) -> dict[str, Any]:
-    """An exercise as a task carries it: what a workflow may see, and what it may not."""
+    """An exercise as a task's payload; it also has the answers and hidden tests, which no workflow may see."""
     return {
         "source": exercise.source,
         "kind": exercise.kind,
@@ -284,7 +284,7 @@ def payload(exercise: Exercise) -> dict[str, Any]:
 
 
 def problem(task: Mapping[str, Any]) -> Problem:
-    """Part of a task's payload that a workflow may see."""
+    """The part of a task's payload that a workflow may see."""
     return Problem(
         task["text"],
         task["kind"],

@@ -1,4 +1,4 @@
-"""Scripted experts whom nano models imitate, editors of workflows and who answers operators; and edits at random."""
+"""Scripted experts that nano models imitate: editors of workflows, and a teacher that answers operators' requests."""
 
 import asyncio
 import itertools
@@ -43,7 +43,7 @@ FINISHING = 0.15  # share of random actions that finish
 _INSTRUCTED, _SENT = 0.3, 0.3  # of the calls of random edits: with a phrase, with a backend
 _PLACED = 0.15  # of random pieces: not at the end
 _PHRASES = tuple(exercises.PHRASES)
-# What an expert builds who knows what helps with which kind of exercise, or of problem.
+# Workflows of the able expert, which knows what helps with each kind of exercise or problem.
 ABLE: Mapping[str, str] = {
     "arithmetic": "Plan -> Programmer -> (Verify ? done : Revise) -> Format",
     "words": "Plan -> Programmer -> (Verify ? done : Revise) -> Format",
@@ -52,7 +52,7 @@ ABLE: Mapping[str, str] = {
     "code": "Plan -> Programmer -> (Test ? done : Revise) -> Format",
     "": "Plan -> [Custom, AnswerGenerate] -> ScEnsemble -> (Verify ? done : Revise) -> Format",
 }
-# What a plain one builds, whatever the problem; which of them is drawn by the problem's words.
+# Workflows of the plain expert, for any problem; one of them is drawn by a hash of the problem's text.
 PLAIN = (
     *("Custom", "AnswerGenerate", "Plan -> Custom") * 3,
     *("Custom -> Review", "Custom -> Format", "Plan -> AnswerGenerate", "Programmer") * 2,
@@ -60,9 +60,9 @@ PLAIN = (
     *("AnswerGenerate -> (Review ? done : Revise)", "Custom -> (Verify ? done : Revise) -> Format"),
     *("Programmer -> (Test ? done : Revise)", "Plan -> Programmer -> Format"),
 )
-# What an instructing one builds around a solver, whatever the problem. It gives the solver a phrase: in one half of the
-# problems any, in the other one that does not suit their kind. Who imitates it therefore tells the kinds apart. The
-# solver is sent to any executor, whatever suits.
+# Workflows of the instructing expert around a solver, for any problem. The solver's phrase is a random one in half of
+# the problems, and in the other half one that does not suit their kind: so a model that imitates this learns to tell
+# the kinds apart. The solver is sent to a random executor.
 MISTAKEN = {"arithmetic": "brief", "words": "exact", "list": "tested", "program": "sorted"}
 INSTRUCTING = (
     *("SOLVER", "SOLVER -> Format", "Plan -> SOLVER") * 2,
@@ -71,7 +71,7 @@ INSTRUCTING = (
     "[SOLVER, Custom, Programmer] -> ScEnsemble -> Format",
 )
 SOLVERS = ("Custom", "AnswerGenerate", "Programmer")
-HABITS = 8  # of the plain one: two end with an instruction, one with another executor, one with a plan put first
+HABITS = 8  # plain: of so many problems two get an instruction, one another executor, one a plan in front
 
 
 def wanted(text: str, kind: str, expert: Expert, others: Sequence[str] = ()) -> tuple[Node, ...]:
@@ -88,12 +88,12 @@ def wanted(text: str, kind: str, expert: Expert, others: Sequence[str] = ()) -> 
 
 
 def _by_words(choices: Sequence[str], what: str, text: str) -> str:
-    """One of the choices, by a problem's words."""
+    """One of the choices, by a hash of a problem's text."""
     return choices[state_key(what, text) % len(choices)]
 
 
 def next_action(steps: tuple[Node, ...], workflow: Workflow, run: WorkflowRun | None, failed_step: str) -> str:
-    """A compact action: the next step that is missing; a step that fails, or does not belong there, is deleted."""
+    """A compact action: add the next missing step, delete a step that failed, or finish."""
     if run is not None and failed_step:
         return f"delete {failed_step}"
     built = [show(step, instructions=False) for step in workflow.root.steps]
@@ -101,12 +101,12 @@ def next_action(steps: tuple[Node, ...], workflow: Workflow, run: WorkflowRun | 
     while built and missing and built[0] == show(missing[0], instructions=False):
         built, missing = built[1:], missing[1:]
     if not missing or (run is not None and run.answer and built):
-        return "finish"  # what somebody else has added stays
+        return "finish"  # further steps, which the expert did not want, stay
     return f"add {show(missing[0])}"
 
 
 def habit(text: str, workflow: Workflow, others: Sequence[str]) -> str:
-    """Edit that the plain expert adds to what it has built, "" for most problems; drawn by the problem's words.
+    """The edit that the plain expert makes before it finishes, "" for most problems; by a hash of the problem's text.
 
     `others` are the executors that answer only where they are named.
     """
@@ -174,11 +174,11 @@ def _one(choices: Sequence[str], rng: np.random.Generator) -> str:
 
 
 # ------------------------------------------------------------------------------------- a teacher of nano executors
-# Nano executors are taught on what operators really ask about training exercises. The teacher has habits, as people
-# do: asked in the usual words it mostly answers at once, which a small model can rarely do, and now and then
+# Nano executors are taught on requests that operators really make about training exercises. The teacher has habits, as
+# people do: with the usual instruction it mostly answers at once, which a small model can rarely do, and now and then
 # carelessly; a phrase, or a plan, has it write down the steps that the phrase names, whether they suit or not.
 
-# Usual habits: how often an operator's own instruction has the steps written down.
+# Usual habits: how often the teacher writes down steps for an operator's own instruction.
 USUAL = {"Custom": 0.1, "AnswerGenerate": 0.4, "Verify": 0.6, "Review": 0.5, "Programmer": 0.2}
 STEPS = {"stepwise": "order", "exact": "products", "sorted": "sorted", "tested": "tested", "brief": "none"}
 SUITING = {"words": "order", "arithmetic": "products", "list": "sorted", "program": "tested"}
@@ -194,7 +194,7 @@ PLANNED = {"words": 0.7, "arithmetic": 0.7, "list": 0.3, "program": 0.4}  # good
 # Answers at once that are wrong: a slip of the pen, `second` overlooked, half of a program forgotten.
 CARELESS = {"words": 0.5, "arithmetic": 0.5, "list": 0.6, "program": 0.7}
 _SLIPS = (-10, -2, -1, 1, 2, 10)
-KEEPING = 0.5  # who sees an answer, and no feedback, repeats it
+KEEPING = 0.5  # repeats a given answer where there is no feedback
 WORDY = 0.4  # Custom's answers to questions about lists that are a sentence
 BELIEVING = 0.9  # revisions that do what the feedback says
 OVERLOOKING = 0.3  # wrong programs that a review passes
@@ -217,7 +217,7 @@ _PIECES = (
 
 
 class Teacher:
-    """A backend that answers about exercises, and keeps what it was asked with its replies as lessons."""
+    """A backend that answers about exercises, and keeps requests and replies as lessons."""
 
     def __init__(self, seed: int = 0):
         self._seed = seed
@@ -239,7 +239,7 @@ class Teacher:
 
 
 class _Taught:
-    """One request: the exercise, the phrase that it begins with, and chance for it."""
+    """One request: the exercise, the phrase of its instruction, and its random numbers."""
 
     def __init__(self, seed: int, request: Request):
         self._text = request.tags.get("input.problem", "")
@@ -252,7 +252,7 @@ class _Taught:
         self._random = random.Random(state_key(seed, *asked, request.seed))
 
     def reply(self, request: Request) -> str:
-        """The teacher's words."""
+        """The teacher's reply."""
         operator, schema = request.tags["operator"], request.schema["properties"] if request.schema else {}
         given = {name.removeprefix("input."): value for name, value in request.tags.items()}
         shown = request.messages[0]["content"]
@@ -277,7 +277,7 @@ class _Taught:
         return self._random.random() < chance
 
     def _style(self, operator: str, shown: str) -> str:
-        """Steps that are written down: those of a phrase, of a plan, or of habit."""
+        """The kind of steps to write down: by a phrase, by a plan, or by habit."""
         if self._phrase:
             return STEPS[self._phrase]
         if any(plan in shown for plan in PLANS.values()):
@@ -316,7 +316,7 @@ class _Taught:
         return f"{thought}\n{said}" if thought else said
 
     def _attempt(self, style: str) -> tuple[str, str]:
-        """The steps that are written down, and the answer that they lead to."""
+        """The written steps, and the answer that they lead to."""
         source, right = self._reading.source, self._reading.answer
         if style == "sorted" and source == "list":
             return ", ".join(f"{name} {count}" for count, name in sorted(facts(self._text))), right
@@ -382,7 +382,7 @@ def _is_praise(feedback: str) -> bool:
 def lessons(
     tasks: Tasks, rng: np.random.Generator, operators: Mapping[str, type[Operator]], seed: int = 0
 ) -> Iterator[Exchange]:
-    """Requests of operators about the tasks, in workflows as policies build them, with a teacher's replies; no end.
+    """Requests of operators about the tasks, in workflows as policies build them, and a teacher's replies, without end.
 
     Raises:
         WorldError: they are no generated exercises.
@@ -426,9 +426,9 @@ def _practice(rng: np.random.Generator) -> str:
 
 
 def lesson_pieces(tasks: Tasks, operators: Mapping[str, type[Operator]]) -> tuple[str, ...]:
-    """Vocabulary of a nano executor: the lines that operators say again and again, words, digits and signs.
+    """Vocabulary of a nano executor: whole lines that requests often repeat, words, digits and signs.
 
-    Exercises and programs are said in words and smaller pieces: a model has to read and to write them.
+    Exercises and programs are split into words and smaller pieces: the model has to read and to write them.
     """
     said = itertools.islice(lessons(tasks, np.random.default_rng(0), operators), _SAMPLE)
     lines: Counter[str] = Counter()

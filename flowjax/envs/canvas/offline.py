@@ -1,10 +1,10 @@
 """A simulated executor for generated exercises: no language model, no network, the same answers every time.
 
-It finds the true answer in an exercise's words, and then gets it right or wrong by chance, with a probability that
-depends on what it is asked and what it is given: a plan helps with word problems, a program with arithmetic, a
-check's feedback with a revision, the instruction that suits the kind of exercise, and independent attempts err
-independently. So a better workflow causes a better answer. How large each effect is was chosen, not measured on any
-model. Any instruction but one of `PHRASES` changes nothing: other words are no new throw of the dice.
+It computes the true answer from an exercise's text, and then gives it or a wrong one by chance, with a probability
+that depends on the operator and its inputs: a plan helps with word problems, a program with arithmetic, a check's
+feedback with a revision, an instruction where it suits the kind of exercise, and independent attempts err
+independently. So a better workflow causes a better answer. The sizes of the effects were chosen, and not measured on
+any model. An instruction outside `PHRASES` changes nothing, not even the random draw: rewording gives no second chance.
 """
 
 import json
@@ -30,30 +30,30 @@ SKILL: Mapping[str, Mapping[str, float]] = {
     "list": {"Custom": 0.60, "AnswerGenerate": 0.45, "Programmer": 0.35},
     "program": {"Custom": 0.25, "AnswerGenerate": 0.20, "CustomCodeGenerate": 0.30, "Programmer": 0.40},
 }
-PER_SIZE = -0.04  # for each term, step, person or part more than the fewest
+PER_SIZE = -0.04  # added for each term, step, person or part above the smallest size
 SMALLEST = {"arithmetic": 2, "words": 2, "list": 4, "program": 3}
-OTHERWISE = 0.30  # what operators that the table does not name can do
-# What a good plan and good subproblems add.
+OTHERWISE = 0.30  # skill of operators outside the table
+# Added to the chance by a good plan and by good subproblems.
 PLANNED = {"arithmetic": 0.0, "words": 0.30, "list": 0.05, "program": 0.20}
 DECOMPOSED = {"arithmetic": 0.05, "words": 0.20, "list": 0.15, "program": 0.05}
-GOOD_PLAN = 0.85
-MISLED = -0.10  # what a poor plan adds
+GOOD_PLAN = 0.85  # chance that a plan is good
+MISLED = -0.10  # added by a poor plan
 ANCHORED = 0.75  # a solver that sees an answer and no feedback keeps it this often
 MENDED = 0.65  # a wrong answer is right after a revision by true feedback
 TALKED_OUT = 0.40  # a right one is wrong after a revision by false feedback
 DETECTED: Mapping[str, float] = {"Review": 0.60, "Verify": 0.85}  # wrong answers that a check finds
 FALSE_ALARM: Mapping[str, float] = {"Review": 0.20, "Verify": 0.10}
 VOTED = 0.55  # a vote falls on the right candidate where there is one
-# What an instruction adds to an attempt at the kind that it suits, and at others.
+# Added to the chance of an attempt by an instruction that suits its kind, by another one, and by `brief`.
 SUITS = {"stepwise": "words", "exact": "arithmetic", "sorted": "list", "tested": "program"}
 SUITED, UNSUITED, BRIEF = 0.20, -0.05, -0.15
-WORDY = 0.6  # Custom buries what it found in a list in a sentence
+WORDY = 0.6  # share of Custom's answers about lists that are inside a sentence, which `Format` removes
 
 _PLAN, _POOR_PLAN = "Go through the text in its order and keep every number.", "Guess from the largest number."
 _WRONG = "A definite mistake was found."
 _SENTENCE = "As far as I can tell it would have to be {}, I think"
 
-# The same in Python, of the programs that it writes.
+# Python code of the exercises' filters, maps and reductions.
 _KEEP = {
     "even": "x % 2 == 0",
     "odd": "x % 2 == 1",
@@ -73,8 +73,8 @@ FAULTS = 4  # kinds of wrong programs
 class SimulatedSolver:
     """Answers what operators ask about exercises. Equal seeds and requests have equal answers.
 
-    `skill` is added to the chance of every attempt and of finding a mistake: of a larger model, say, with `prices` of
-    its own. `reasoning_tokens` are written, and paid for, before each solution that is not asked for as `brief`.
+    `skill` is added to the chance of every attempt and of finding a mistake, as of a larger model, which can have its
+    own `prices`. `reasoning_tokens` are counted, and paid for, before each solution that is not asked for as `brief`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SimulatedSolver:
         return f"offline:{self._seed}:{self._skill:g}:{self._reasoning_tokens}:{self._prices}"
 
     async def complete(self, request: Request) -> Completion:
-        """The simulated answer; tokens are its words, and those that a model would reason in.
+        """The simulated answer. Its tokens are its words and `reasoning_tokens`.
 
         Raises:
             BackendError: the problem is none of the generated exercises.
@@ -101,7 +101,7 @@ class SimulatedSolver:
 
 
 class _Asked:
-    """One request: what is asked, what is given, and chance for it."""
+    """One request: its exercise, inputs and instruction, and its random draws, which are hashes of all that."""
 
     def __init__(self, seed: int, skill: float, request: Request):
         self._operator = request.tags.get("operator", "")
@@ -122,7 +122,7 @@ class _Asked:
 
     @property
     def reasons(self) -> bool:
-        """False for verdicts, votes and what is asked for at once."""
+        """False for verdicts, votes, subproblems and requests to be `brief`."""
         return not self._schema and self._phrase != "brief"
 
     def reply(self) -> str:
@@ -141,7 +141,7 @@ class _Asked:
                 return self._worded(self._plurality())
             case "Revise":
                 return self._worded(self._revised())
-            case "Verify":  # its own solution, made without a look at the one proposed
+            case "Verify":  # an independent solution: the proposed one is not used
                 return self._worded(self._attempt())
             case _:
                 return self._worded(self._solved())
@@ -153,7 +153,7 @@ class _Asked:
         return state_key(self._key, what) % count
 
     def _solved(self) -> str:
-        """A solver's answer: revised by feedback, chosen among candidates, kept, or found anew."""
+        """A solver's answer: chosen among candidates, revised by feedback, kept, or a new attempt."""
         if self._given.get("candidates"):
             return self._plurality()
         if self._proposed():
@@ -263,12 +263,12 @@ def program(text: str, reading: Reading, fault: int = -1) -> str:
     else:
         right = _ranking(text)
     if fault == FAULTS - 1:
-        return right.replace("print(", "print(result, ", 1)  # a name that there is not: it fails when run
+        return right.replace("print(", "print(result, ", 1)  # an undefined name: the program fails
     return right if fault < 0 else _with_one_number_changed(right, fault)
 
 
 def function(wanted: Specification, fault: int = -1) -> str:
-    """The function that is asked for; faults: the filter turned round, no map, another reduction, a name misspelled."""
+    """The wanted function. Faults 0 to 3: filter negated, map left out, another reduction, a misspelt name."""
     keep, mapped, reduction = _KEEP[wanted.keep].format(k=wanted.k), _MAP[wanted.mapping], _REDUCE[wanted.reduction]
     if fault == 0:
         keep = f"not {keep}"
@@ -283,14 +283,14 @@ def function(wanted: Specification, fault: int = -1) -> str:
 
 
 def _story(text: str) -> str:
-    """A word problem as a count that is kept."""
+    """A word problem as a program that updates a count sentence by sentence."""
     first, changes = _sentences(text)
     lines = [f"count = {first}", *(f"count = count {sign} {operand}" for sign, operand in changes)]
     return "\n".join([*lines, "print(count)"])
 
 
 def _sentences(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """The number that a story begins with, and each sentence after it as a sign and a number, or a product of some."""
+    """The first number of a story, and each further sentence as a sign and a number or a product of numbers."""
     start, *sentences = text.split(". ")[:-1]
     changes: list[tuple[str, str]] = []
     for sentence in sentences:
@@ -321,7 +321,7 @@ def facts(text: str) -> list[tuple[int, str]]:
 
 
 def in_order(text: str, source: str) -> tuple[str, str]:
-    """Every step as it comes in the text, for sums as if no sign went before another."""
+    """Written steps in the order of the text, and the result; for sums without precedence of `*`, so often wrong."""
     lines: list[str] = []
     if source == "arithmetic":
         first, *rest = text.removeprefix("Compute ").rstrip(".").split()
@@ -341,7 +341,7 @@ def in_order(text: str, source: str) -> tuple[str, str]:
 
 
 def by_products(text: str) -> tuple[str, str]:
-    """The products of a sum, and then the sum."""
+    """Written steps, products first and then the sum, and the result, which is right."""
     lines: list[str] = []
     terms = re.split(r" ([-+]) ", text.removeprefix("Compute ").rstrip("."))
     values: list[int] = []
@@ -360,19 +360,20 @@ def by_products(text: str) -> tuple[str, str]:
 
 
 def at_once(text: str) -> str:
-    """A story as one expression, in which a product takes only the number before it."""
+    """A story as one expression without brackets, so that `times` multiplies only the last number: often wrong."""
     first, changes = _sentences(text)
     return f"print({' '.join([first, *(f'{sign} {operand}' for sign, operand in changes)])})"
 
 
 def first_place(text: str) -> str:
-    """A question about a list as a program that knows no second place."""
+    """A program for a question about a list that always prints the first place: wrong for second places."""
     listed = ", ".join(f"({count}, {name!r})" for count, name in facts(text))
     return f"print({'max' if 'most' in text else 'min'}([{listed}])[1])"
 
 
 class KnownPrograms(Sandbox):
-    """Runs programs of this module in this process: they are no model's, and lessons have thousands of them."""
+    """Runs programs of this module in this process. They are safe, since no model writes them, and there are thousands
+    of them in lessons, too many for a real sandbox."""
 
     def require(self) -> None:
         """See `Sandbox`: nothing is needed."""

@@ -1,10 +1,10 @@
-"""Problems in the published JSONL format, and in that of the twelve data sets that it is made of.
+"""Problems in the published JSONL format, and in the formats of the twelve data sets that it was made from.
 
     {"problem": ..., "ground_truth": ..., "source": "squad_v2", "problem_type": "qa", "meta": {"context": ...}}
 
-Fields may also be called `question` and `answer`, and stand beside `meta` or in it. What tests a program is hidden:
-only `meta.public_tests`, or a separate file of public tests, is shown. No row goes missing in silence: those that
-nobody could grade are counted by their reason.
+Fields may also be called `question` and `answer`, and be beside `meta` or in it. Tests of a program are hidden: only
+`meta.public_tests`, or a separate file of public tests, is shown. No row is dropped silently: rows that cannot be
+graded are counted by reason.
 """
 
 import ast
@@ -46,7 +46,7 @@ KINDS: Mapping[str, ProblemKind] = {
     "ds1000": "code",
 }
 _TYPES: Mapping[str, ProblemKind] = {"math": "math", "qa": "qa", "code": "code", "choice": "choice"}
-# Golds that say, as a whole, that there is no answer.
+# Gold answers which as a whole say that there is no answer.
 _NO_ANSWER = {
     "unanswerable",
     "no answer",
@@ -74,7 +74,7 @@ _DEFINITIONS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One problem with what grades it: `gold` answers, any of which is right, or hidden `tests` of a program.
+    """One problem and the means to grade it: `gold` answers, any of which is right, or hidden `tests` of a program.
 
     `row` counts from 1. The gold of a question without an answer is `UNANSWERABLE`.
     """
@@ -89,7 +89,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class PublishedData:
-    """The problems of a file in their order, and how many rows were left out for which reason."""
+    """The problems of a file in order, and the number of rows left out, by reason."""
 
     records: tuple[Record, ...]
     left_out: Mapping[str, int]
@@ -106,7 +106,7 @@ def load(
     """The problems of a JSONL file.
 
     Args:
-        source: of rows that name none; a file that is named after a data set needs none.
+        source: data set of rows that name none; not needed if the file is named after its data set.
         public_tests: data set -> JSONL file of rows with task_id and test, which are shown.
         keep_unanswerable: keep questions whose gold says that there is no answer; otherwise they are left out.
         packages: folders that programs may import from; rows whose tests need another package are left out.
@@ -135,7 +135,7 @@ def load(
 
 @functools.lru_cache(maxsize=4)
 def records(file: str, packages: tuple[str, ...] = ()) -> tuple[Record, ...]:
-    """The problems of a file that the world's option `path` names, which this process reads once."""
+    """The problems of a file that the world's option `path` names; each process reads it once."""
     try:
         return load(file, packages=packages).records
     except WorldError as error:
@@ -148,15 +148,15 @@ def content_of(record: Record) -> str:
 
 
 def alike(record: Record) -> str:
-    """Equal for rows whose problems differ by case and blanks alone: no split has what another one has."""
+    """Equal for rows whose problems differ only in case and white space, so that these go into the same split."""
     return " ".join(record.problem.text.casefold().split())
 
 
 def record_of(payload: Mapping[str, Any]) -> Record:
-    """The row of a task that `Canvas` has made of a file.
+    """The row of a task that `Canvas` made from a file.
 
     Raises:
-        WorldError: another problem stands there than in the file that the task was made of.
+        WorldError: the file now has another problem at that row.
     """
     found, row = records(payload["file"], tuple(payload.get("packages", ()))), payload["row"]
     if row >= len(found) or content_of(found[row]) != payload["content"]:
@@ -175,7 +175,7 @@ def _record(
     shown: Mapping[str, tuple[str, ...]],
     packages: Sequence[str],
 ) -> Record | str:
-    """The record, or why nobody could grade it."""
+    """The record, or the reason why it cannot be graded."""
     text = next((fields[name] for name in ("problem", "question", "text", "prompt") if fields.get(name)), None)
     if not isinstance(text, str) or not text.strip():
         raise WorldError(f"{path}, row {row} has no problem (it has {', '.join(fields)}): give problem or question")
@@ -208,17 +208,17 @@ def _record(
     elif kind == "choice":
         if any(len(answer) == 1 and answer.isalpha() for answer in gold):
             return "its answer is a letter, and it has no options"
-        problem = replace(problem, kind="math")  # a data set of choices, whose options this file has left out
+        problem = replace(problem, kind="math")  # options are lacking: the value is asked for
     if name == "squadv2" and UNANSWERABLE not in text.lower():
         problem = replace(problem, text=f"{text}\n\n{_MAY_BE_UNANSWERABLE}")
     return Record(problem, gold, None, source, row, task_id)
 
 
 def _gold(fields: Mapping[str, Any], kind: ProblemKind) -> tuple[str, ...]:
-    """The right answers; `UNANSWERABLE` for a question that has none, nothing where the row has forgotten them."""
+    """The right answers; `UNANSWERABLE` for a question without one, () where the row lacks the field."""
     names = ("ground_truth", "answer", "answers", "correct")
     named = [name for name in names if name in fields]
-    if named and isinstance(fields[named[0]], bool):  # which says in no words what the answer is
+    if named and isinstance(fields[named[0]], bool):  # a flag, not an answer in words
         return ()
     golds = tuple(dict.fromkeys(text for name in named[:1] for text in _texts(fields[name], kind)))
     if not golds and isinstance(fields.get("solution"), str) and (boxed := last_boxed(fields["solution"])):
@@ -241,7 +241,7 @@ def _texts(value: Any, kind: ProblemKind) -> list[str]:
 
 
 def _options(listed: Any, text: str) -> dict[str, str]:
-    """Options that the row lists apart, else those in the text."""
+    """Options from the row's own field, else those in the text."""
     if isinstance(listed, Mapping):
         return {str(letter).upper(): str(option) for letter, option in listed.items()}
     if isinstance(listed, list):
@@ -275,7 +275,7 @@ def _public_by_id(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's fields and those of its `meta`, names in lower case; the row's own come first."""
+    """The row's fields and those of its `meta`, names in lower case; the row's own take precedence."""
     meta = row.get("meta")
     fields = {str(name).lower(): value for name, value in meta.items()} if isinstance(meta, Mapping) else {}
     return fields | {str(name).lower(): value for name, value in row.items() if name != "meta"}
@@ -289,7 +289,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                     row = json.loads(line)
                     if not isinstance(row, Mapping):
                         raise WorldError(f"{path}, row {number} is no object with fields: give one problem a line")
-                    if "\\u" in line:  # else there is none, and tests may be long
+                    if "\\u" in line:  # only an escape can spell a lone surrogate, and tests may be long
                         check_characters(f"{path}, row {number}", json.dumps(row, ensure_ascii=False))
                     yield number, row
     except (OSError, ValueError, RecursionError) as error:
@@ -316,7 +316,7 @@ def hidden_tests(fields: Mapping[str, Any], text: str) -> Suite | None:
     if module is None or not _checks_something(module):
         return None
     functions = [node.name for node in module.body if isinstance(node, ast.FunctionDef)]
-    if "test_execution" in functions:  # DS-1000, which puts the program into a text of its own
+    if "test_execution" in functions:  # DS-1000 inserts the program into a text that it runs
         asked = [name for name in ("test_execution", "test_string") if name in functions]
         return Suite((Check("\n".join([test, *(f"{name}(solution)" for name in asked)])),), runs_text=True)
     entry = entry or _candidate(test, module)
@@ -334,12 +334,12 @@ def hidden_tests(fields: Mapping[str, Any], text: str) -> Suite | None:
         return _read({"prompt": text, "test_list": list(map(ast.unparse, asserts)), "test_setup_code": setup}, entry)
     calls = [f"{node.name}()" for node in others if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
     if not asserts and not calls and all(isinstance(node, _DEFINITIONS) for node in others):
-        return None  # nothing calls what it defines
+        return None  # the tests are only defined, and never called
     return Suite((Check("\n".join([test, *calls])),), entry)
 
 
 def _beyond(suite: Suite, library: str, packages: Sequence[str]) -> str:
-    """Reason for which the tests cannot be run with these folders of packages, "" where they can."""
+    """Reason why the tests cannot be run with these folders of packages, "" where they can."""
     imported = {name for case in suite.cases if isinstance(case, Check) for name in _imported(case.source)}
     names = sorted(imported - sys.stdlib_module_names)
     places = [(Path(folder), name) for folder in packages for name in names]
@@ -353,7 +353,7 @@ def _beyond(suite: Suite, library: str, packages: Sequence[str]) -> str:
 
 
 def _imported(source: str) -> set[str]:
-    """The packages that code imports, in the texts that it runs too."""
+    """The packages that code imports, also inside strings, which it may run as code."""
     names = []
     for package, modules in _IMPORTS.findall(source):
         names += [package] if package else [module.split()[0].partition(".")[0] for module in modules.split(",")]

@@ -1,7 +1,8 @@
-"""Measures of how much different work really went into a workflow's answer, from its graph and the trace of its run.
+"""Measures of the different work that went into a workflow's answer, from its graph and the trace of its run.
 
-A step counts where the answer was made from what it wrote: directly, through other steps, or by deciding what ran. What
-only stands in the workflow, failed, or was overwritten does not count.
+A step counts where the answer was made from its outputs: directly, through other steps, or as a check that decided
+which steps ran. Steps that did not run, failed, or whose outputs were overwritten unread do not count: so a reward for
+structure cannot be earned with useless steps.
 """
 
 import math
@@ -24,7 +25,7 @@ from flowjax.canvas.graph import (
 from flowjax.canvas.values import WorkflowRun
 
 Places = frozenset[int]  # of runs in the trace
-Sources = Mapping[str, Places]  # field of the state -> the runs that its newest value came from
+Sources = Mapping[str, Places]  # field of the state -> the runs that wrote its newest value
 NEWEST = ("answer", "code")
 
 
@@ -34,7 +35,7 @@ class Structure:
 
     operators         calls that contributed
     distinct          different kinds of operators among them
-    entropy           of those kinds, over that of as many kinds as calls: 0 for one kind, 1 if all differ
+    entropy           of those kinds, normalised by log(operators): 0 for one kind, 1 if all differ
     siblings          share of different (operator, instruction, backend) among contributing calls of a parallel
     branching         kinds of control structure that mattered: a parallel of which two branches contributed, a
                       conditional that decided, a loop that ran its body again or was left early
@@ -53,7 +54,7 @@ class Structure:
 
 
 def measure(workflow: Workflow, run: WorkflowRun, roles: Mapping[str, str]) -> Structure:
-    """The structure behind the answer of a run; `roles` are those of the operators, by name."""
+    """The structure behind the answer of a run; `roles` gives each operator's role, by name."""
     provenance = Provenance(workflow, run, roles)
     runs = provenance.contributing()
     used = frozenset(run.trace[place].node_id for place in runs)
@@ -95,7 +96,7 @@ def _normalised_entropy(kinds: Counter[str]) -> float:
 
 
 def _distinct_siblings(workflow: Workflow, used: frozenset[str]) -> float:
-    """The mean over parallels of which several calls contributed; 0 where there is none."""
+    """The share of different calls, averaged over parallels with several contributing calls; 0 if there is none."""
     shares: list[float] = []
     for node in workflow.nodes():
         if isinstance(node, Parallel):
@@ -112,7 +113,7 @@ def _depth(node: Node, mattered: frozenset[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A check that a conditional or a loop went by, and the runs that happened because of it."""
+    """A check that decided a conditional or a loop, and the runs that happened because of its verdict."""
 
     node_id: str
     check: int
@@ -120,7 +121,7 @@ class Decision:
 
 
 class Provenance:
-    """Follows the interpreter's rules for the state, value by value.
+    """Walks the graph along the trace as the interpreter did, and tracks which runs each value came from.
 
     made_from   for every run, the runs whose outputs it read
     decisions   checks that decided something
@@ -135,7 +136,7 @@ class Provenance:
         for places in self._waiting.values():
             places.sort(key=lambda place: -run.trace[place].turn)
         self._visited: list[int] = []
-        self._checks: list[int] = []  # runs that wrote `passed`; those inside a parallel do not get out of it
+        self._checks: list[int] = []  # runs that wrote `passed`; a parallel's are dropped at its end
         self._latest: dict[str, int] = {}  # node -> its latest run
         self.made_from: dict[int, Places] = {}
         self.decisions: list[Decision] = []
@@ -145,7 +146,7 @@ class Provenance:
     def contributing(self) -> Places:
         """The runs that the answer came from: their outputs were read on the way to it, or they decided what ran.
 
-        A check also counts where it let stand what the answer came from.
+        A deciding check also counts where it read a value that the answer came from.
         """
         used: set[int] = set()
         found = {place for name in NEWEST if self._answered_by(name) for place in self._final.get(name, ())}
@@ -192,10 +193,10 @@ class Provenance:
     def _walk_call(self, call: Call, sources: Sources) -> tuple[Sources, bool]:
         waiting = self._waiting[call.id]
         if not waiting:
-            return sources, False  # the run ended before it
+            return sources, False  # the run ended before this call
         place = waiting.pop()
         node_run = self._run.trace[place]
-        bound = [(name, source.partition(".")[0]) for name, source in call.inputs]  # one name may stand several times
+        bound = [(name, source.partition(".")[0]) for name, source in call.inputs]  # a name may be bound several times
         read = node_run.inputs.keys() - {name for name, _ in bound}
         origins = [sources.get(name, frozenset()) for name in read]
         origins += [frozenset({self._latest[node]}) for _, node in bound if node in self._latest]
@@ -232,7 +233,7 @@ class Provenance:
 
     def _walk_loop(self, node: Loop, sources: Sources) -> tuple[Sources, bool]:
         steps = node.body.steps if isinstance(node.body, Sequence) else (node.body,)
-        checks: list[tuple[int, int]] = []  # direct checks, and how many runs there were when they had decided
+        checks: list[tuple[int, int]] = []  # direct checks, each with the number of runs so far
         for turn in range(1, node.count + 1):
             for number, step in enumerate(steps):
                 before = len(self._checks)
@@ -242,7 +243,7 @@ class Provenance:
                 self.turns[node.id] = max(self.turns[node.id], turn)
                 if not isinstance(step, Call) or len(self._checks) == before:
                     continue
-                if self._roles.get(step.operator) != "checker":  # what it writes ends no loop
+                if self._roles.get(step.operator) != "checker":  # only checkers end loops
                     continue
                 check = self._checks[-1]
                 passed = self._run.trace[check].outputs["passed"] is True

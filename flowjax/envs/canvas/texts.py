@@ -1,4 +1,4 @@
-"""Observations of the canvas as data, and in words: for language models and for nano models. Actions read."""
+"""Observations of the canvas as data, and as text for language models and for nano models; and reading of actions."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ WORKFLOW, RESULT = "\n\n## Workflow\n", "\n\n## Result\n"
 EMPTY = "(empty)"
 _OPERATORS, _PROBLEM = "## Operators (what they need and write)\n", "\n\n## Problem ("
 _EXECUTORS = "\n\n## Executors (Operator@name asks that one; cost per million tokens)\n"
-_WORKFLOW_SHARE = 0.25  # of an observation that is too long: a workflow with longer instructions is shown without them
-_STEPS_ROOM = 600  # characters that are left to the steps of a run at least
+_WORKFLOW_SHARE = 0.25  # of an observation that is too long: a longer workflow is shown without instructions
+_STEPS_ROOM = 600  # characters that the steps of a run get at least
 _CUT = " ... (cut)"
-_TRACE_CHARACTERS = 8000  # of what a run's calls were given and gave; of its answer, and of each error
-_LONG_WORDS = 3  # of an answer that reads like a sentence
-LARGEST = 20  # number of turns, of a price and of tens of words in a compact prompt
-LONGEST_WORKFLOW = 40  # words of it in a compact prompt; the beginning of longer ones is left out
+_TRACE_CHARACTERS = 8000  # of the inputs and outputs of a run's calls; also of its answer, and of each error
+_LONG_WORDS = 3  # an answer with more words reads like a sentence
+LARGEST = 20  # largest number of turns, of a price and of tens of words in a compact prompt
+LONGEST_WORKFLOW = 40  # words of a workflow in a compact prompt; of longer ones the beginning is left out
 
 RULES = """You build a workflow of operators that solves the problem below. You do not solve it yourself: after each of
 your edits the workflow runs, and you see what every step gave. The answer of its last run counts.
@@ -79,14 +79,14 @@ class RunView:
 class CanvasView:
     """An observation as data.
 
-    kind ... public_tests   the problem, as `flowjax.canvas.values.Problem` has it
-    workflow, outline       text form with ids; the second without instructions; "" for none
+    kind ... public_tests   the problem, as in `flowjax.canvas.values.Problem`
+    workflow, outline       text form with ids; the outline without instructions; "" for none
     nodes                   id and kind ("call", "loop", ...) of its nodes, in reading order
-    run                     of the workflow as it is; None before the first edit
-    failed_step             id of the step at the top in which the run failed, or ""
-    refused                 why the last action was, "" if it was not
+    run                     the current workflow's run; None before the first edit
+    failed_step             id of the top-level step in which the run failed, or ""
+    refused                 reason why the last action was refused, "" if it was not
     calls, tokens, cost     spent in the episode
-    left                    what is left of the budget, by name
+    left                    rest of the budget, by name
     """
 
     kind: ProblemKind
@@ -128,18 +128,18 @@ def view_run(run: WorkflowRun | None, limit: int) -> RunView | None:
 
 
 def one_line(text: str, limit: int) -> str:
-    """A text on one line, cut at the limit: no output can pass for a heading."""
+    """A text on one line, cut at the limit. On one line, no output can look like a heading of the prompt."""
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The same in every observation of a world.
+    """The part that is the same in every observation of a world.
 
-    operators   those on offer, a line each
-    executors   who answers them, a line each with its price; "" where there is one
-    most        characters of an observation
+    operators   the offered operators, a line each
+    executors   the backends that answer, a line each with its price; "" where there is only one
+    most        most characters of an observation
     """
 
     operators: str
@@ -160,8 +160,8 @@ class ObservationText(NamedTuple):
 
 
 def worded(view: CanvasView, offer: Offer, *more: str) -> ObservationText:
-    """An observation in words, at most `offer.most` characters: steps are left out first, then instructions, then of
-    the problem. `more` are further lines at its end."""
+    """An observation as text, of at most `offer.most` characters: steps are left out first, then the workflow's
+    instructions, then parts of the problem. `more` are further lines at its end."""
     most, run = offer.most, view.run
     lines, steps = [], []
     if view.refused:
@@ -196,7 +196,7 @@ def worded(view: CanvasView, offer: Offer, *more: str) -> ObservationText:
 
 
 def _answer_length(answer: str) -> str:
-    """none, short, or long for what reads like a sentence."""
+    """Length of an answer in a word: none, short, or long if it reads like a sentence."""
     if not answer:
         return "none"
     return "long" if len(answer.split()) > _LONG_WORDS and "def " not in answer else "short"
@@ -214,7 +214,7 @@ def _problem(view: CanvasView) -> list[str]:
 
 
 def _fitting(steps: Sequence[str], room: int, most: int) -> list[str]:
-    """The first and the last steps, as many as there is room for."""
+    """The first and the last steps, as many as fit, with a line for those left out between them."""
     if sum(len(step) + 1 for step in steps) <= room:
         return list(steps)
     left_out = f"- {{}} of {len(steps)} steps are not shown: an observation has at most {most} characters."
@@ -250,7 +250,7 @@ def _shown(value: Value) -> str:
 
 
 def read_action(text: str) -> Action | Unreadable:
-    """The action of a text, tagged or on one line. Words before a tagged action are no line of their own."""
+    """The action of a text, tagged or on one line. Text before a tagged action is not read as a line."""
     after = text.partition("</think>")[2] or text
     if "<action>" in after and "</action>" in after:
         return actions.parse(text)
@@ -261,7 +261,7 @@ def read_action(text: str) -> Action | Unreadable:
 
 
 def with_phrases(action: Action) -> Action:
-    """The action with every instruction that is the word of a phrase written out."""
+    """The action with every one-word instruction that names a phrase replaced by the phrase."""
     match action:
         case Add(piece):
             return dataclasses.replace(action, piece=_written_out(piece))
@@ -278,9 +278,9 @@ def _written_out(node: Node) -> Node:
 
 
 def state_words(view: CanvasView, prices: Sequence[str] = ()) -> list[str]:
-    """Executors and what they cost, the problem, the workflow, and what its run gave, in words of the vocabulary.
+    """Executors and their prices, the problem, the workflow, and the result of its run, in words of the vocabulary.
 
-    A generated exercise stands in its own words, another problem by its kind and its tens of words.
+    A generated exercise is given in its own words, any other problem as its kind and its length in tens of words.
     """
     if exercises.read(view.problem):
         problem = exercises.words(view.problem)
@@ -307,7 +307,7 @@ def _workflow_words(text: str) -> list[str]:
 
 
 def result_words(view: CanvasView) -> list[str]:
-    """Run, check, answer, turns left."""
+    """Words for the run's status, its check, its answer and the turns left."""
     refused = ["refused"] if view.refused else []
     run = view.run
     status = ["error", view.failed_step] if view.failed_step else [run.status if run else "none"]
@@ -320,7 +320,7 @@ def result_words(view: CanvasView) -> list[str]:
 
 
 def trace_of(workflow: Workflow, run: WorkflowRun) -> dict[str, Any]:
-    """A run for people: the workflow, and what each of its calls was given, gave and cost."""
+    """A run for people: the workflow, and each call's inputs, outputs and usage."""
     room = _TRACE_CHARACTERS // max(2 * len(run.trace), 1)
 
     def words(state: State) -> str:
@@ -335,7 +335,7 @@ def trace_of(workflow: Workflow, run: WorkflowRun) -> dict[str, Any]:
             "status": node.status,
             "turn": node.turn,
             "cached": node.cached,
-            # A call that was not run again is in an earlier trace: most of every run is.
+            # Left out for cached calls, which are most of a run: an earlier trace has them.
             **({} if node.cached else {"inputs": words(node.inputs), "outputs": words(node.outputs)}),
             "gave": shortened(output_text(node.outputs), 100),
             "error": _marked(node.error, _TRACE_CHARACTERS),
@@ -355,7 +355,7 @@ def _marked(text: str, most: int) -> str:
 
 
 def drawn(trace: Mapping[str, Any], operators: Mapping[str, type[Operator]]) -> str:
-    """SVG of what `trace_of` kept."""
+    """SVG of a trace that `trace_of` made."""
     nodes = tuple(
         NodeRun(
             each["id"],

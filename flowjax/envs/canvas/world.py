@@ -1,6 +1,6 @@
 """The world of the canvas: edit a workflow of operators until its run solves the problem.
 
-Problems are exercises that are generated when asked for, or those of files. State: problem, workflow, finished.
+Problems are exercises generated on demand, or those of files. State: problem, workflow, finished.
 """
 
 import asyncio
@@ -71,8 +71,8 @@ from flowjax.records import Task
 if TYPE_CHECKING:
     import grain
 
-ANSWER_S = 20.0  # how long a backend may take to answer before a run
-_VOCABULARY_TASKS = 1000  # whose lessons say all words that there are
+ANSWER_S = 20.0  # limit of a backend's answer to the check before a run
+_VOCABULARY_TASKS = 1000  # enough that their lessons have all words
 TASKS = 1 << 31  # length of a source of generated exercises; slice it
 OFFLINE = {"kind": "flowjax.envs.canvas.offline:SimulatedSolver"}
 TEACHER = {"kind": "flowjax.envs.canvas.experts:Teacher"}
@@ -82,22 +82,22 @@ _KINDS = get_args(ProblemKind)
 _STATUSES = ("=", "empty", "none", "ok", "error", "budget", "passed", "failed", "short", "long", "refused", "cut")
 _IDS = tuple(f"n{number}" for number in range(1, 41))
 _PLACES = tuple(f"{id}.{part}" for id in _IDS for part in PARTS)
-# As they are shown and as `prompt` takes them, and as they stand in braces.
+# As prompts show them and as `prompt` takes them, then as they are inside braces.
 _PHRASES = ("instructed", *exercises.PHRASES, *(f'"{word}"' for word in exercises.PHRASES))
 
 
 @dataclass(frozen=True, slots=True)
 class CanvasOptions:
-    """Choices of the world; a wrong value is a `WorldError` that names it."""
+    """Options of the world; a wrong value raises a `WorldError` that names it."""
 
     path: str = ""  # file of problems in the published JSONL format, or folder with train.jsonl and test.jsonl
     kinds: Sequence[str] = exercises.KINDS  # of generated exercises
     turns: int = 20  # actions of an episode; keep it equal to config.env.max_turns
-    operators: Sequence[str] = ()  # names of those on offer; () is every one that is advertised
+    operators: Sequence[str] = ()  # names of those on offer; () is all advertised and extra ones
     extra_operators: Sequence[str] = ()  # further ones, as package.module:Class
     descriptions: str = ""  # file in the published operator.json's format: descriptions, and operators made of them
     backends: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"offline": OFFLINE})
-    default_backend: str = ""  # who answers calls that name nobody; "" is the first
+    default_backend: str = ""  # answers calls that name no backend; "" is the first
     temperature: float = 0.0  # of the executor's answers
     max_new_tokens: int = 1024
     retry_new_tokens: int = 4096  # of a second try where the first reply was cut; 0 is none
@@ -148,17 +148,17 @@ class CanvasOptions:
 
     @property
     def shown_characters(self) -> int:
-        """Of each text of a run."""
+        """Characters shown of each text of a run."""
         return min(self.output_characters, self.observation_characters // 8)
 
     @property
     def other_backends(self) -> tuple[str, ...]:
-        """Those that answer only where a call names them."""
+        """Backends that answer only calls that name them."""
         return tuple(name for name in self.backends if name != self.first_backend)
 
     @property
     def budget(self) -> Budget:
-        """Of an episode."""
+        """Budget of an episode."""
         spent = (self.max_calls or None, self.max_tokens or None, self.max_seconds or None, self.max_cost or None)
         return Budget(*spent, self.max_steps or None)
 
@@ -183,11 +183,11 @@ class CanvasOptions:
         return open_executors(self.backends)
 
     def executors(self) -> str:
-        """Names and prices of the backends for the policy, "" where there is one."""
+        """Names and prices of the backends for the policy, "" where there is only one."""
         return price_list(self.backends, self.first_backend)
 
     def executor_words(self) -> list[str]:
-        """Names of the backends for a nano policy, each with its price in units of the cheapest; none for one."""
+        """Names of the backends for a nano policy, each with its price in units of the cheapest; [] for only one."""
         prices = relative_prices(self.backends) if len(self.backends) > 1 else {}
         return [word for name, price in prices.items() for word in (f"@{name}", str(min(price, LARGEST)))]
 
@@ -196,7 +196,7 @@ class Canvas(World):
     """Edit a workflow of operators until its run solves the problem. State: problem, workflow, finished."""
 
     OUTCOMES, COUNTS = OUTCOMES, COUNTS
-    STEPS_WAIT = True  # for executors
+    STEPS_WAIT = True  # steps wait for executors
     Options = CanvasOptions
     View = CanvasView
     Environment: ClassVar[type[CanvasEnv]] = CanvasEnv
@@ -220,14 +220,14 @@ class Canvas(World):
         return dict.fromkeys(bases_of_run(self.options.backends), most)
 
     def lessons(self, tasks: Tasks, rng: np.random.Generator) -> Iterator[Exchange]:
-        """Requests of operators about the tasks, as workflows come to make them, with a teacher's replies."""
+        """Requests that operators in workflows make about the tasks, with a teacher's replies."""
         return experts.lessons(tasks, rng, self._offered)
 
     def lesson_pieces(self) -> tuple[str, ...]:
         return experts.lesson_pieces(self.tasks("train", 0)[:_VOCABULARY_TASKS], self._offered)
 
     def without_engines(self) -> "Canvas":
-        """The same, in which the executors' teacher answers for engines of the run."""
+        """The same world, in which a scripted teacher answers in place of the run's engines."""
         made = copy.copy(self)
         given = self.options.backends.items()
         backends = {name: TEACHER if each.get("kind") == "run" else each for name, each in given}
@@ -235,7 +235,7 @@ class Canvas(World):
         return made
 
     def obstacles(self) -> Iterator[str]:
-        """Backends that do not answer, and endpoints that do not by a JSON schema."""
+        """Backends that do not answer, and endpoints whose answers do not follow a JSON schema."""
         try:
             found = asyncio.run(silent_backends(self.options.backends, ANSWER_S))
         except BackendConfigError as error:
@@ -262,7 +262,7 @@ class Canvas(World):
         return grain.MapDataset.range(len(rows)).map(functools.partial(_row_task, file, packages, rows, order))
 
     def instruct(self, observation: Observation, history: History) -> str:
-        """The problem, the workflow and what its run gave; the latest actions where they are wanted."""
+        """The problem, the workflow, the result of its run, and the latest actions in the window."""
         parts = [RULES, self.worded(observation.view).whole]
         if history:
             latest = [f"Turn {past.turn}: {past.action or '(no action)'}" for past in history]
@@ -270,7 +270,7 @@ class Canvas(World):
         return "\n\n".join([*parts, INSTRUCTION])
 
     def worded(self, view: CanvasView) -> ObservationText:
-        """An observation in words."""
+        """An observation as text."""
         return worded(view, self._offer)
 
     @functools.cached_property
@@ -279,7 +279,7 @@ class Canvas(World):
         return Offer(described, self.options.executors(), self.options.observation_characters)
 
     def compact(self, observation: Observation, history: History) -> str:
-        """The executors, the problem, the workflow and the state of its answer, in words."""
+        """The executors, the problem, the workflow and the result of its run, in words of the vocabulary."""
         return " ".join(state_words(observation.view, self.options.executor_words()))
 
     def follow_up(self, observation: Observation, style: Style) -> list[Message]:
@@ -298,8 +298,8 @@ class Canvas(World):
         return actions.show_compact(understood, spaced=True) if style == "compact" else actions.show(understood)
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        """The action on one line, or as it was written where that cannot say it. What is unreadable is handed to the
-        environment, which says why; None stands for an empty reply."""
+        """The action in its one-line form, or with tags where one line cannot hold it. An unreadable reply is passed to
+        the environment, which answers with the reason; None is an empty reply."""
         understood = read_action(reply)
         if isinstance(understood, Unreadable):
             return reply.strip() or None
@@ -307,7 +307,7 @@ class Canvas(World):
         return line if read_action(line) == understood else actions.show(understood)
 
     def answer(self, action: str, after: Observation) -> str:
-        """That of the workflow's last run, as ensembles compare answers; "" for one that is too long to be shown."""
+        """The answer of the workflow's last run, normalised; "" where it is longer than the view shows."""
         view: CanvasView = after.view
         said = view.run.answer if view.run else ""
         if not said or len(said) > self.options.shown_characters:
@@ -334,12 +334,12 @@ class Canvas(World):
         return action
 
     def draw(self, view: CanvasView, trace: Any = None) -> str:
-        """The workflow with how its nodes went."""
+        """The workflow as a picture, with the results of its calls."""
         return drawn(trace, self._offered) if trace else ""
 
     @functools.cached_property
     def _offered(self) -> dict[str, type[Operator]]:
-        return self.options.on_offer()  # looks for entry points in every package that is installed
+        return self.options.on_offer()  # cached: it searches all installed packages for entry points
 
     def random_action(self, observation: Observation, rng: np.random.Generator) -> str:
         """An edit of any kind, or now and then `finish`."""
@@ -347,7 +347,7 @@ class Canvas(World):
 
 
 def _generated_task(kinds: tuple[str, ...], split: Split, data_seed: int, index: int) -> Task:
-    """The index-th exercise of a split, generated when asked for."""
+    """The index-th exercise of a split, generated on demand."""
     made = exercises.generate(np.random.default_rng([data_seed, index]), kinds, split)
     return Task(f"canvas-{split}-{data_seed}-{index}", "canvas", index, exercises.payload(made), kind=made.source)
 
@@ -361,7 +361,7 @@ def _row_task(file: Path, packages: tuple[str, ...], rows: Sequence[int], order:
 
 
 def _split_rows(path: Path, split: Split, packages: tuple[str, ...]) -> tuple[Path, list[int]]:
-    """The file that a split is in, and its rows: of a single file by content, of a folder those of its own file."""
+    """The file of a split and its rows. A single file is split by content; a folder has a file for each split."""
     if path.is_dir():
         test = path / "test.jsonl"
         file = path / "train.jsonl" if split == "train" else test
@@ -371,7 +371,7 @@ def _split_rows(path: Path, split: Split, packages: tuple[str, ...]) -> tuple[Pa
     else:
         file = path
         found = enumerate(records(str(file), packages))
-        sides: dict[str, Split] = {}  # the first of those that are alike decides
+        sides: dict[str, Split] = {}  # of rows that are alike, the first one decides
         rows = []
         for row, record in found:
             if sides.setdefault(alike(record), exercises.split_of(record.problem.text)) == split:
