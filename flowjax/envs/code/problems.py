@@ -1,4 +1,4 @@
-"""Programming problems: in the files of several data sets (`FORMATS`), told apart by their fields, or generated."""
+"""Programming problems: in files of several data sets (`FORMATS`), recognised by their fields, or generated."""
 
 import ast
 import base64
@@ -43,7 +43,7 @@ class CodeProblem:
 
 
 def problem_of(fields: Mapping[str, Any], *, public_tests: int = 1) -> CodeProblem:
-    """A problem from one line of a file. `public_tests` of MBPP's asserts are shown; the other formats say themselves.
+    """A problem from one line of a file. `public_tests` of MBPP's asserts are shown; other formats mark theirs.
 
     Raises:
         WorldError: the line is in none of the formats, or has no test that counts.
@@ -60,7 +60,7 @@ def problem_of(fields: Mapping[str, Any], *, public_tests: int = 1) -> CodeProbl
 
 
 def _read(fields: Mapping[str, Any], public_tests: int) -> CodeProblem | None:
-    """The problem, None where the format is none of ours."""
+    """The problem, None for an unknown format."""
     if "entry_point" in fields and "test" in fields:
         return _human_eval(fields)
     if "test_list" in fields:
@@ -82,8 +82,8 @@ def _human_eval(fields: Mapping[str, Any]) -> CodeProblem:
 
 
 def _before(prompt: str, entry: str) -> str:
-    """Code that a prompt has besides the function to complete: imports and helpers."""
-    # A prompt may end with the signature, which is no Python without a body.
+    """Code in a prompt beside the function to complete: imports and helpers."""
+    # A prompt may end with the signature, which is invalid Python without a body.
     module = parse_quietly(prompt + "\n    pass\n") or parse_quietly(prompt)
     if module is None:
         lines = prompt.splitlines()
@@ -95,7 +95,7 @@ def _before(prompt: str, entry: str) -> str:
 def _examples(prompt: str, entry: str) -> tuple[CallCase, ...]:
     """Calls shown in the docstring as an interactive session."""
     try:
-        # doctest reads a result up to the next empty line: the closing quotes must not count to the last one.
+        # doctest reads a result up to the next empty line: without one, the closing quotes would be part of it.
         shown = doctest.DocTestParser().get_examples(re.sub("\"{3}|'{3}", "\n\n", prompt))
     except ValueError:
         return ()
@@ -110,7 +110,7 @@ def _mbpp(fields: Mapping[str, Any], public_tests: int) -> CodeProblem:
     tests = [*fields["test_list"], *(fields.get("challenge_test_list") or ())]
     defined = _functions(fields.get("code") or "")
     called = calls_of("\n".join(tests))
-    # Asserts also call helpers, such as set(f(x)): the entry is what the solution defines, or else no builtin.
+    # Asserts also call helpers, such as set(f(x)): the entry is a function of the solution, or else no builtin.
     candidates = [name for name in called if name in defined] or [n for n in called if not hasattr(builtins, n)]
     if not candidates:
         raise ValueError("no assert in test_list calls a function")
@@ -145,24 +145,24 @@ def _live_code_bench(fields: Mapping[str, Any]) -> CodeProblem:
 
 
 def _call_by_line(test: Mapping[str, Any]) -> CallCase:
-    """A call whose arguments stand on a line each."""
+    """A call whose arguments are JSON, one a line."""
     return CallCase(tuple(map(json.loads, test["input"].splitlines())), json.loads(test["output"]), json=True)
 
 
 def _start(fields: Mapping[str, Any]) -> str:
-    """Request to begin with the code that a row gives, "" where it gives none."""
+    """Request to begin with the row's starter code, "" where it has none."""
     code = fields.get("starter_code")
     return f"Start from this:\n```python\n{code.rstrip()}\n```" if code else ""
 
 
-# As the judges of these problems do: `bisect` is the module at last, and `pow` that of the builtins, not of `math`.
+# As in these problems' judges: in the end `bisect` is the module, and `pow` the builtin, not that of `math`.
 _MODULES = ("typing", "bisect", "collections", "functools", "heapq", "itertools", "math", "builtins")
 _STARTER = "\n".join(f"from {name} import *" for name in _MODULES)
 _STARTER += f"\nimport copy, operator, re, sys, {', '.join(_MODULES)}"
 
 
 class _NoGlobals(pickle.Unpickler):
-    """LiveCodeBench packs a string with pickle. Nothing but plain values comes out of this one."""
+    """LiveCodeBench packs a string with pickle, which could run any code: this one loads plain values only."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is not data")
@@ -202,7 +202,7 @@ def _deep_coder(fields: Mapping[str, Any]) -> CodeProblem:
 
 
 def _json_calls(pairs: list[tuple[Any, Any]]) -> tuple[CallCase, ...]:
-    """Calls and their results. A list of one as every output only wraps the result."""
+    """Calls and their results. If every output is a list of one, these lists only wrap the results."""
     read = [tuple(json.loads(x) if isinstance(x, str) else x for x in pair) for pair in pairs]
     wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in read)
     return tuple(CallCase(tuple(given), wanted[0] if wrapped else wanted, json=True) for given, wanted in read)
@@ -219,7 +219,7 @@ def _unfenced(program: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProblemFile:
-    """A JSONL file of problems, one line of which is read at a time."""
+    """A JSONL file of problems, read line by line on demand."""
 
     path: str
     offsets: tuple[int, ...]
@@ -269,14 +269,14 @@ def open_problems(path: str) -> ProblemFile:
 
 # --------------------------------------------------------------------------------------------------- generated problems
 
-# Small functions to write: a value goes through one to three steps. The same problem in English and in a few words.
-# Solutions are one line of words that whitespace separates, so that a model with a word-level tokenizer can write them:
+# Small functions to write: a value goes through one to three steps. Each problem in English and in a few words.
+# Solutions are one line of words with spaces between them, so that a model with a word-level tokenizer can write them:
 #
 #     int plus 3 then times 2        ->        def f ( x ) : x = x + 3 ; x = x * 2 ; return x
 
 HEAD, TAIL, JOIN = "def f ( x ) :", "return x", " ; "
 ENTRY = "f"
-HELD_OUT_ONE_IN = 8  # functions, by what they compute
+HELD_OUT_ONE_IN = 8  # functions, by their results on the probes
 _MAX_ATTEMPTS = 1000
 _TO_INT = frozenset({"sum", "count", "length"})  # steps after which the value is an integer
 
@@ -350,14 +350,14 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
     ),
 }
 _ARTICLES = {"int": "an integer", "list": "a list of integers", "text": "a string"}
-# Inputs that tell functions apart: the fingerprint, and with the task's own random ones the tests.
+# Inputs for the fingerprint, which tells functions apart; with each task's random inputs, also its tests.
 PROBES: dict[str, tuple[Any, ...]] = {
     "int": (0, 1, -1, 2, 5, -7, 10, 13, -20, 37),
     "list": ([], [3], [5, 2, 8], [-4, 7, 7, 1], [9, 0, -2, 6, 12, 3], [1, 2, 3, 4, 5, 6, 7, 8]),
     "text": ("", "a", "code", "Flow", "abcdefgh", "Xyz Uvw", "level", "ghijklmnopq"),
 }
 
-Step = tuple[int, int]  # which operation of its kind, and its number
+Step = tuple[int, int]  # index of the operation in its kind, and its number
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +387,7 @@ class Recipe:
         )
 
     def fingerprint(self) -> int:
-        """Equal for two functions that give equal results on the probes, however they are worded."""
+        """Equal for functions with equal results on the probes, so that a reworded function is in the same split."""
         return state_key(self.kind, *(repr(self.value(x)) for x in PROBES[self.kind]))
 
     def _operations(self) -> list[tuple[Operation, int]]:
@@ -395,7 +395,7 @@ class Recipe:
 
 
 def draw(rng: np.random.Generator, kinds: Sequence[str], most_steps: int, split: Split | None = None) -> Recipe:
-    """A function whose results vary with its argument, of one split if one is named."""
+    """A function with three or more different results on the probes, of one split if one is named."""
     for _ in range(_MAX_ATTEMPTS):
         recipe = _any(rng, kinds, most_steps)
         results = {repr(recipe.value(x)) for x in PROBES[recipe.kind]}
@@ -421,11 +421,11 @@ def _any(rng: np.random.Generator, kinds: Sequence[str], most_steps: int) -> Rec
 
 
 def generated_problem(recipe: Recipe, seed: int, *, cases: int, public: int) -> CodeProblem:
-    """The problem and its tests: inputs of the task's own, then probes, then more, in an order that the seed fixes."""
+    """The problem and its tests: inputs random by the task's seed, then probes, then more random ones."""
     rng = np.random.default_rng(seed)
     drawn = [_input(rng, recipe.kind) for _ in range(cases // 2)]
     drawn += [PROBES[recipe.kind][i] for i in rng.permutation(len(PROBES[recipe.kind]))]
-    while len(inputs := {repr(x): x for x in drawn}) < cases:  # each once: no public test is hidden as well
+    while len(inputs := {repr(x): x for x in drawn}) < cases:  # each once, or a public test could be hidden, too
         drawn += [_input(rng, recipe.kind) for _ in range(cases)]
     calls = tuple(CallCase((x,), recipe.value(x)) for x in list(inputs.values())[:cases])
     return CodeProblem(recipe.statement(), Suite(calls, ENTRY), public, 0, recipe.program())

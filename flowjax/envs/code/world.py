@@ -1,8 +1,8 @@
 """The code world: write a program that passes tests. State: the problem, the last program, attempts left.
 
-One task is one problem; an action is a whole program. With `attempts` above 1 the agent hears how its program did on
-the public tests and may hand in another. All tests are judged in the sandbox (`flowjax.grading.code`); hidden ones are
-never shown, and their expected results never get near the program.
+One task is one problem; an action is a whole program. With `attempts` above 1 the agent sees its program's results on
+the public tests and may hand in another one. All tests are judged in the sandbox (`flowjax.grading.code`); hidden tests
+are never shown, and their expected results stay outside the sandbox, where the program cannot read them.
 """
 
 import ast
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
     import grain
 
 LEGAL = ("<program>",)
-_TESTS = "\0tests\n"  # begins a step that is no program: none holds this character
+_TESTS = "\0tests\n"  # begins a step with tests; a program cannot hold \0, so no reply is read as one
 TASKS = 1 << 31  # length of the generated task source; slice it
 HELD_OUT_ONE_IN = 8  # problems of a file, by content
 _MOST_UNREADABLE = 0.01  # of the rows of a file: published sets have a few
-SLACK_S = 1.5  # of a step beyond the programs' own time: starting the sandbox, ending it, reading results
+SLACK_S = 1.5  # of a step beyond the programs' own time: to start and end the sandbox, and to read results
 MAX_PROGRAM_CHARACTERS = 1 << 16
 INSTRUCTION = """Solve it in Python 3. Reason first if you like, then give one complete program in one ```python block;
 only the last such block counts."""
@@ -77,8 +77,8 @@ class CodeOptions:
     """`kinds`, `steps` and `cases` shape generated problems; `path` (and `held_out_path`) name files of real ones.
 
     `case_cpu_s` bounds one test and `cpu_s` all tests of one program, in seconds on a processor; `idle_s` is how long
-    they may be asleep. `wall_guard_s` bounds what waits for a processor, which makes no verdict. `public_tests` tests
-    are shown. `allow_no_isolation` lets programs run where there is no isolation but resource limits.
+    they may sleep. `wall_guard_s` is a limit by the clock: a program that reaches it lacked a processor, and gets no
+    verdict. `public_tests` tests are shown. `allow_no_isolation` accepts machines with resource limits only.
     """
 
     path: str = ""
@@ -122,7 +122,7 @@ class CodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class PublicTests:
-    """A program on the public tests, and on nothing else; `failed` are cases with a remark on each."""
+    """A program's results on the public tests alone; `failed` has (case, remark) pairs."""
 
     passed: int
     count: int
@@ -130,7 +130,7 @@ class PublicTests:
 
     @property
     def wrong(self) -> bool:
-        """The program answered where it failed; otherwise it did not get that far."""
+        """True if it failed a test by a wrong result; False if by errors or limits only."""
         return any(remark.startswith("returned ") for _, remark in self.failed)
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class PublicTests:
 
 @dataclass(frozen=True, slots=True)
 class CodeView:
-    """A problem, and how the last program did, None before the first.
+    """A problem, and the last program's results, None before the first one.
 
     `entry` is the function that is asked for, "" for a program that reads and prints. `recipe` is None for the problems
     of a file.
@@ -183,8 +183,8 @@ class Code(World):
     def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
         """Generated problems without end, or those of a file in an order that the seed fixes.
 
-        Generated functions are split by what they compute, a file's problems by their text. With `held_out_path`, that
-        whole file is held out, and what it shares with `path` is left out of training.
+        Generated functions are split by their results, a file's problems by their text. With `held_out_path`, that
+        whole file is held out, and problems that `path` shares with it are left out of training.
         """
         import grain  # imports jax, which processes that only hold environments do without
 
@@ -210,7 +210,7 @@ class Code(World):
         return "\n\n".join([*parts, INSTRUCTION])
 
     def compact(self, observation: Observation, history: History) -> str:
-        """The problem in a few words, and a word for how the last program did."""
+        """The problem in a few words, and a word for the last program's result."""
         view: CodeView = observation.view
         return " ".join([view.recipe.short() if view.recipe else view.question, *_verdict(view)])
 
@@ -234,8 +234,8 @@ class Code(World):
         return action if style == "compact" else f"```python\n{action}\n```"
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        """The program in a reply: its last block of Python, or else what stands in its last `<answer>`, or else the
-        whole reply where that is Python that does something."""
+        """The program in a reply: its last block of Python, else the content of its last `<answer>`, else the whole
+        reply if that is Python that does something."""
         reply = without_thoughts(reply)
         blocks = fenced_blocks(reply)
         found = blocks[-1] if blocks else last_answer(reply)
@@ -277,7 +277,7 @@ def _generated_task(options: CodeOptions, split: Split, data_seed: int, index: i
 
 
 def _row_task(file: str, place: tuple[int, int]) -> Task:
-    """A problem of a file as a task: its place there, and its content."""
+    """A problem of a file as a task: its offset there, and the hash of its content."""
     offset, content = place
     return Task(f"code-{file}-{offset}", "code", offset, {"file": file, "offset": offset, "content": f"{content:x}"})
 
@@ -305,7 +305,7 @@ def _contents(path: str) -> Mapping[int, int]:
     for offset in file.offsets:
         try:
             found[offset] = problem_of(file.fields(offset)).content
-        except ValueError as error:  # a WorldError, or a statement with half a surrogate pair
+        except ValueError as error:  # a WorldError, or a statement with a lone surrogate
             faults.append(error)
     if len(faults) > _MOST_UNREADABLE * len(file.offsets):
         said = f"{len(faults)} of its {len(file.offsets)} rows are no problems, such as"
@@ -325,7 +325,7 @@ class CodeEnv:
         self._program = ""
         self._left = 0
         self._verdict: Verdict | None = None
-        self._checked: tuple[Any, bool] | None = None  # tests of somebody's, and whether they are right
+        self._checked: tuple[Any, bool] | None = None  # an agent's tests, and whether the solution passes them
 
     @property
     def problem(self) -> CodeProblem:
@@ -351,10 +351,10 @@ class CodeEnv:
         return Step(self._observe(), outcome["success"] if over else 0.0, over, True, outcome)
 
     def _step_of_tests(self, text: str) -> Step:
-        """Somebody's tests (`action_of_tests`), on a program and on the problem's own solution."""
+        """Run an agent's tests (`action_of_tests`) on a program and on the problem's own solution."""
         program, given = json.loads(text)
         suite = replace(self.problem.suite, cases=tuple(_case_of(x, y, self.problem.suite.entry) for x, y in given))
-        tests = (self.problem.content, json.dumps(given))  # as text: 1, 1.0 and True are equal
+        tests = (self.problem.content, json.dumps(given))  # as text, since 1, 1.0 and True are equal in Python
         if self._checked is None or self._checked[0] != tests:  # the same tests may be run on several programs
             solution = self.problem.solution
             self._checked = tests, bool(solution) and self._judged(solution, suite).success
@@ -375,11 +375,11 @@ class CodeEnv:
                 allow_none=options.allow_no_isolation,
                 packages=options.packages,
             )
-        except (NoProcessorError, OSError) as away:  # says nothing about the task, which is played again
+        except (NoProcessorError, OSError) as away:  # not the program's fault: the task is played again
             raise EnvDied(f"sandbox: {away}", "executor_error") from away
 
     def _over(self) -> bool:
-        """The attempts are used up, or the last program passes every public test (of which there may be none)."""
+        """True if the attempts are used up, or the last program passes every public test (there may be none)."""
         if self._verdict is None:
             return False
         return self._left == 0 or all(self._verdict.passed[: self.problem.public])
@@ -398,10 +398,10 @@ class CodeEnv:
 
 
 def action_of_tests(program: str, tests: Sequence[tuple[Any, Any]]) -> str:
-    """The step that runs somebody's tests: pairs of input (a list of arguments, or a text to be read) and result.
+    """The action that runs an agent's tests: pairs of input (a list of arguments, or a text to be read) and result.
 
-    Its outcome: `passed`, the share of them that `program` passes, and `tests_valid`, 1 where the problem's own
-    solution passes all. What failed is the view's feedback. It takes no attempt, and no reply can be read as it.
+    The step's outcome: `passed`, the share of them that `program` passes, and `tests_valid`, 1 where the problem's own
+    solution passes all. The view's feedback has the failures. It takes no attempt, and no reply can be read as it.
     """
     return _TESTS + json.dumps([program, list(tests)])
 
@@ -421,7 +421,7 @@ def _problem(task: Task, options: CodeOptions) -> tuple[CodeProblem, Recipe | No
 
 
 def _question(problem: CodeProblem, recipe: Recipe | None) -> str:
-    """The statement; for generated problems with the public tests, which files have in their statements."""
+    """The statement; for generated problems also the public tests, which a file's statements contain already."""
     if recipe is None or not problem.public:
         return problem.statement
     return problem.statement + "\n\nFor example:\n" + "\n".join(_case(problem.suite, i) for i in range(problem.public))
@@ -429,7 +429,7 @@ def _question(problem: CodeProblem, recipe: Recipe | None) -> str:
 
 def _feedback(problem: CodeProblem, verdict: Verdict) -> PublicTests:
     passed, remarks = verdict.passed[: problem.public], verdict.remarks[: problem.public]
-    # Lone surrogates, which a file's tests may hold, are no text that can be sent.
+    # A file's tests may hold lone surrogates, which cannot be sent as UTF-8.
     failed = ((_escaped(_case(problem.suite, number)), remark) for number, remark in enumerate(remarks) if remark)
     return PublicTests(sum(passed), len(passed), tuple(failed))
 
@@ -448,20 +448,20 @@ def _escaped(text: str) -> str:
 
 
 def runnable(program: str) -> bool:
-    """Can the sandbox be given the program?"""
+    """True for a program that the sandbox accepts."""
     return bool(program.strip()) and "\0" not in program and len(program) <= MAX_PROGRAM_CHARACTERS
 
 
 def _does_something(text: str) -> bool:
-    """Is a text Python with a statement in it, not a word or a sum that happens to parse?"""
+    """True for Python with a statement or a call in it, and not just a word or a sum that happens to parse."""
     module = parse_quietly(text) if len(text) <= MAX_PROGRAM_CHARACTERS else None
     if module is None:
-        return text.startswith(HEAD)  # a compact reply that went wrong is still a program that was handed in
+        return text.startswith(HEAD)  # a compact program with a syntax error counts as handed in, and fails
     return any(not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in module.body)
 
 
 def normalised(program: str) -> bytes:
-    """A program without its layout and comments; as it stands where it does not parse."""
+    """A program without layout and comments, for the state key; unchanged where it does not parse."""
     module = parse_quietly(program)
     try:
         text = program.strip() if module is None else ast.dump(module)

@@ -1,6 +1,6 @@
-"""Problems with their answers: arithmetic that is generated, and files in the formats of published data sets.
+"""Problems with their answers: generated arithmetic, and files in the formats of published data sets.
 
-A problem belongs to one split by its words alone. Formats of files are told apart by their fields:
+A problem's split is a hash of its words. Formats of files are recognised by their fields:
 
     GSM8K        question, answer (its last line is "#### 18")
     MATH         problem, solution (its last box is the answer); in MATH-500 also answer
@@ -30,17 +30,17 @@ from flowjax.records import state_key
 HELD_OUT_ONE_IN = 8  # problems, by content
 OPERATORS = "+-*/"
 MAX_COPIED = 200  # characters of an answer that is looked for in its question
-MAX_ATTEMPTS = 10_000  # at a problem of one split
+MAX_ATTEMPTS = 10_000  # to draw a problem of one split
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _PLAIN = re.compile(r"(?:[a-zA-Z]=)?[-+−]?[\d,]*\.?\d+")
-# What DAPO's prompts say around a problem.
+# The text of DAPO's prompts before and after a problem.
 DAPO_BEFORE = "is the answer to the problem."
 DAPO_AFTER = "Remember to put your answer on its own line after"
 
 
 @dataclass(frozen=True, slots=True)
 class MathProblem:
-    """`expression` is what the expert types into the calculator, "" where it knows none."""
+    """A question and its answer. `expression` is the expert's input to the calculator, "" where there is none."""
 
     question: str
     answer: str
@@ -48,16 +48,16 @@ class MathProblem:
 
 
 def split_of(question: str) -> Split:
-    """The split that a problem belongs to, by its words alone."""
+    """The split of a problem, by a hash of its words alone, without case and white space."""
     held_out = state_key("math", _content(question)) % HELD_OUT_ONE_IN == 0
     return "held_out" if held_out else "train"
 
 
 def copied(answer: str, gold: str, question: str) -> bool:
-    """True for an answer that stands in the question and that the gold answer writes otherwise.
+    """True for an answer that is copied from the question, while the gold answer has another form.
 
-    A copy of `2(x+1)` equals what `Expand 2(x+1)` asks for. Numbers where one is asked for, and words, may be in a
-    question and its answer.
+    A grader finds a copy of `2(x+1)` equal to the answer of `Expand 2(x+1)`: a policy would learn to copy. Plain words
+    are never copies, nor is a number where the gold answer is a number.
     """
     if len(answer) > MAX_COPIED:
         return False
@@ -71,7 +71,7 @@ def copied(answer: str, gold: str, question: str) -> bool:
 
 
 def _written(text: str) -> str:
-    """A text without what may be left out of a formula in LaTeX, or be written in another way."""
+    """A text in one spelling: without optional parts of LaTeX formulas, fractions and products written alike."""
     text = re.sub(r"\\(?:left|right|text(?:bf|rm)?|math(?:bf|rm))(?![a-z])|\\[()\[\],;:!]|\$", " ", text)
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", re.sub(r"\\(?:cdot|times)(?![a-z])", "*", text))
     text = re.sub(r"\\frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r" \1\2/\3\4 ", text)
@@ -86,8 +86,8 @@ def _content(question: str) -> str:
 class Arithmetic:
     """Options of generated problems: `terms` numbers of 1 to `digits` digits, joined by `operators`.
 
-    With `fewest_terms` there are any number of them, from this one to `terms`. Divisions come out even.
-    With * or / a problem is read with the usual precedence.
+    With `fewest_terms` their number varies from this one to `terms`. Divisions have no remainder. The usual precedence
+    of * and / holds.
     """
 
     digits: Annotated[int, Interval(at_least=1, at_most=12)] = 2
@@ -108,7 +108,7 @@ def generate(rng: np.random.Generator, options: Arithmetic, split: Split) -> Mat
     """A problem of one split.
 
     Raises:
-        WorldError: the options allow hardly any.
+        WorldError: none was found in `MAX_ATTEMPTS` attempts.
     """
     for _ in range(MAX_ATTEMPTS):
         count = int(rng.integers(options.fewest_terms, options.terms + 1)) if options.fewest_terms else options.terms
@@ -123,7 +123,7 @@ def generate(rng: np.random.Generator, options: Arithmetic, split: Split) -> Mat
 
 
 def worked_out(expression: str) -> str:
-    """A generated expression with one operation done after the other: `=46+5=51` for `12+34+5`."""
+    """The steps of a generated expression, one operation at a time: `=46+5=51` for `12+34+5`."""
     numbers = [int(number) for number in re.findall(r"\d+", expression)]
     signs = re.findall(r"[-+*/]", expression)
     lines = ""
@@ -135,7 +135,7 @@ def worked_out(expression: str) -> str:
 
 
 def _evaluate(numbers: list[int], signs: list[str]) -> int | None:
-    """The value with the usual precedence; None where a division leaves a rest."""
+    """The value with the usual precedence; None where a division leaves a remainder."""
     products = [numbers[0]]
     for sign, number in zip(signs, numbers[1:], strict=True):
         if sign == "*":
@@ -151,7 +151,7 @@ def _evaluate(numbers: list[int], signs: list[str]) -> int | None:
 
 @functools.lru_cache(maxsize=4)
 def load(path: str, split: Split) -> tuple[MathProblem, ...]:
-    """Problems of one split: of a file by content, of a folder those of its train or test file.
+    """Problems of one split: a file is split by content, a folder has a train and a test file.
 
     In a folder, training problems that are also in the test file are left out.
 
@@ -189,7 +189,7 @@ def read(path: Path) -> list[MathProblem]:
 
     Raises:
         NotReady: there is no such file, or the package that reads it is not installed.
-        WorldError: see `load`; or a row has fields of no known format.
+        WorldError: the file cannot be read, or a row is in no known format.
     """
     if path.suffix not in SUFFIXES or not path.is_file():
         found = f"is no {', '.join(SUFFIXES)} file" if path.exists() else "does not exist"
@@ -233,13 +233,13 @@ def _rows(path: Path) -> Iterable[Any]:
 
 
 def _bare_box(solution: str) -> str | None:
-    r"""The answer behind the last `\boxed` that has no braces, as in two rows of MATH."""
+    r"""The answer after the last `\boxed` without braces, as in two rows of MATH."""
     found = re.findall(r"\\boxed\s+([^\s${}]+)", solution)
     return found[-1].rstrip(".,") if found else None
 
 
 def problem_of(row: Mapping[str, Any]) -> MathProblem | None:
-    """The problem of a row in one of the known formats; None where the fields are others, or the answer is missing."""
+    """The problem of a row in one of the known formats; None for other fields, or where the answer is missing."""
     fields = {str(name).lower(): value for name, value in row.items()}
     if isinstance(fields.get("reward_model"), Mapping) and "prompt" in fields:
         question, answer = _dapo_question(fields["prompt"]), fields["reward_model"].get("ground_truth")

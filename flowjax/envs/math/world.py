@@ -1,7 +1,7 @@
-"""The world of mathematics: a problem, one answer, and if asked for a calculator before it.
+"""The world of mathematics: a problem, one answer and, as an option, a calculator before it.
 
-In a single turn the whole reply is the answer. With the calculator a turn is `calculate[...]` or `answer[...]`. State:
-the problem and what was calculated.
+Without the calculator an episode is a single turn, whose whole reply is the action. With it a turn is `calculate[...]`
+or `answer[...]`. State: the problem and the calculations.
 """
 
 import ast
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     import grain
 
 TASKS = 1 << 31  # length of a source of generated problems; slice it
-GRADING_CPU_S = 5.0  # below config.env.step_timeout_s, which counts on the clock
+GRADING_CPU_S = 5.0  # of processor time; below config.env.step_timeout_s, which is clock time
 
 CALCULATE, ANSWER = "calculate[<expression>]", "answer[<text>]"
-BOXED, WHOLE = r"\boxed{<text>}", "<text>"  # the one legal action of a single turn: any reply in which it stands
+BOXED, WHOLE = r"\boxed{<text>}", "<text>"  # the only legal action of a single turn: any reply that holds it
 _ACTION = re.compile(r"\s*(calculate|answer)\s*\[(.*)\]\s*", re.DOTALL | re.IGNORECASE)
 
 CALCULATED = "Calculated so far:"
@@ -61,12 +61,12 @@ Rule = Literal["boxed", "last_number", "whole", "anywhere"]
 
 @dataclass(frozen=True)
 class MathOptions(Arithmetic):
-    """Those of generated problems, and further ones.
+    """Options of generated problems, and further ones.
 
     `path` names a file or folder with problems ("": arithmetic is generated). `calculator` is the number of
-    calculations that an episode may hold; 0 makes it a single turn. `answer` says where the answer of a single turn
-    stands in the reply: boxed, last_number, whole, or anywhere, which hands the whole reply to math-verify as the
-    published recipe does. `worked_share` is the share of problems that the expert works out before it answers them.
+    calculations that an episode may have; 0 makes it a single turn. `answer` is the place of a single turn's answer in
+    the reply: boxed, last_number, whole, or anywhere, which gives the whole reply to math-verify as the published
+    recipe does. `worked_share` is the share of problems for which the expert writes down its steps before the answer.
     """
 
     path: str = ""
@@ -94,7 +94,7 @@ class MathView:
 
 
 class Math(World):
-    """Problems of mathematics. State: the problem and what was calculated."""
+    """Problems of mathematics. State: the problem and the calculations."""
 
     OUTCOMES = ("success", "answered", "calculations")
     COUNTS = ("calculations",)
@@ -126,11 +126,11 @@ class Math(World):
         return "\n\n".join([*parts, _instruction(observation)])
 
     def compact(self, observation: Observation, history: History) -> str:
-        """The problem and the results so far, spelled; earlier turns show in these alone."""
+        """The problem and the results so far, spelled; other traces of earlier turns are not shown."""
         return _spelled("\n".join([observation.view.question, *observation.view.results]))
 
     def follow_up(self, observation: Observation, style: Style) -> list[Message]:
-        """The latest result. After an action that was none, the problem or the result before."""
+        """The latest result; after an invalid action the one before, or the problem where there is none."""
         view: MathView = observation.view
         latest = view.results[-1] if view.results else view.question
         return user_says(_spelled(latest) if style == "compact" else f"{latest}\n\n{_instruction(observation)}")
@@ -147,15 +147,15 @@ class Math(World):
         return (*dict.fromkeys(spelled), *(("calculate[", "answer[") if self.options.calculator else ()))
 
     def reply(self, action: str, style: Style, legal: tuple[str, ...] = ()) -> str:
-        """Spelled for models whose words are characters, or in tags; the whole reply where it is the action."""
+        """Compact: spelled, for models whose words are characters. Else in tags, or bare for a single turn."""
         name, content = read_action(action)
         if style == "compact":
             return f"{name}[ {_spelled(content)} ]" if name else _spelled(action)
         return f"<action>{action}</action>" if name else action
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        """A single turn's whole reply if anything is in it that could be the answer; with the calculator, the action in
-        the last `<action>` pair, or the whole of a reply without tags."""
+        """Without the calculator the whole reply, if it is not empty and has the box where one is asked for. With it,
+        the action inside the last `<action>` tags, or the whole of a reply without tags."""
         reply = without_thoughts(reply)
         if ANSWER not in legal:
             text = _unspelled(reply)
@@ -167,7 +167,7 @@ class Math(World):
         return f"{name}[{content}]"
 
     def answer(self, action: str, after: Observation) -> str:
-        """The number or the text that the episode ends with, however it is written."""
+        """The episode's answer in a normal form, so that different spellings of a number are equal."""
         if self.options.calculator:
             name, said = read_action(action)
             said = said if name == "answer" else ""
@@ -276,7 +276,7 @@ class MathEnv:
 
     @property
     def legal(self) -> tuple[str, ...]:
-        """Templates of the actions that fit now."""
+        """Templates of the legal actions."""
         if self._options.calculator:
             return (CALCULATE, ANSWER) if self._calculations < self._options.calculator else (ANSWER,)
         return (BOXED if self._options.answer == "boxed" else WHOLE,)
@@ -310,7 +310,7 @@ class MathEnv:
         problem = self.problem
         results = tuple(f"{expression}={value}" for expression, value in self._results.items())
         end = [self._over, self._right]
-        # Results are sorted: the order of calculations changes nothing that can still be done.
+        # Sorted, since the order of the calculations does not matter for the future: one state, not several.
         key = state_key("math", problem.question, problem.answer, self._calculations, *sorted(results), *map(int, end))
         return Observation(MathView(problem.question, results), self.legal, key)
 
@@ -328,17 +328,17 @@ def _processes(function: str) -> GraderProcesses:
 
 
 def _verdict(function: str, answer: str, gold: str) -> bool:
-    """True if the answer is right; False also where the grader comes to no verdict.
+    """True if the answer is right; False also where the grader reaches no verdict.
 
     Raises:
-        EnvDied: the machine was too busy for one.
+        EnvDied: the machine was too busy to grade.
     """
     try:
-        # What takes too long is ended by a signal, which only a main thread gets: others ask a process.
+        # The time limit is a signal, which Python delivers to the main thread only: other threads use a process.
         if threading.current_thread() is threading.main_thread():
             return getattr(grading, function)(answer, gold, GRADING_CPU_S)
         return _processes(function).call(answer, gold, GRADING_CPU_S)
-    except NoProcessorError as busy:  # says nothing about the task, which is played again
+    except NoProcessorError as busy:  # not the answer's fault: the task is played again
         raise EnvDied(f"grading: {busy}", "executor_error") from busy
     except (GraderError, ImportError):  # without math-verify only numbers are right answers, and they need none
         return False
@@ -346,7 +346,7 @@ def _verdict(function: str, answer: str, gold: str) -> bool:
 
 # ----------------------------------------------------------------------------------------------------------- calculator
 
-# For whole numbers, fractions and decimals: exact, and bounded in size and time.
+# For whole numbers, fractions and decimals: exact, and bounded in size and time, since a policy chooses its input.
 MAX_CHARACTERS = 200
 MAX_DEPTH = 40
 MAX_BITS = 2000  # of a numerator or denominator
@@ -363,18 +363,18 @@ _BINARY = {
 
 
 class CalculatorError(ValueError):
-    """An expression that is not evaluated."""
+    """An expression that the calculator refuses."""
 
 
 def calculate(expression: str) -> str:
     """The value of an expression of numbers, + - * / // % ^ ** and parentheses.
 
-    Exact inside; a value that is no whole number is shown with at most ten decimals.
+    Computed exactly, as fractions; a value that is no whole number is shown with at most ten decimals.
 
     Raises:
         CalculatorError: the expression is something else, divides by zero, or is too large.
     """
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression)  # of thousands: `3,5` is two numbers, or 3.5
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression)  # only commas of thousands: `3,5` is ambiguous
     text = text.strip().replace("^", "**").replace("×", "*").replace("÷", "/")
     if not text or len(text) > MAX_CHARACTERS or "_" in text:
         raise CalculatorError(f"an expression has 1 to {MAX_CHARACTERS} characters")
@@ -424,7 +424,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if size > 1 and size * abs(exponent) > MAX_BITS:
         raise CalculatorError("the power is too large")
-    if size <= 1:  # -1, 0, 1
+    if size <= 1:  # a base of -1, 0 or 1: the exponent may be huge, and is reduced first
         exponent = Fraction(abs(exponent) % 2) if base == -1 else min(abs(exponent), Fraction(1))
     return Fraction(base ** int(exponent))
 

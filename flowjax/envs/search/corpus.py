@@ -1,8 +1,7 @@
 """Documents and questions: a generated encyclopedia of invented things, or files in the published formats.
 
-Everything generated is drawn from one seed. The things fall into two parts that never mention each other; training
-questions are about one, held-out questions about the other, so that no fact needed for a held-out question is of use in
-training.
+Everything generated is drawn from one seed. The things are in two parts that never mention each other: training
+questions are about one part, held-out questions about the other, so that training needs no fact of a held-out question.
 
 A folder of files holds `corpus.jsonl` (wiki-18: one `{"id": "0", "contents": "\\"Title\\"\\ntext"}` a line) and the
 questions of the two splits, `train` and `test`, as `.parquet` or `.jsonl` (Search-R1's nq_hotpotqa_train, or
@@ -24,14 +23,14 @@ from jaxtyping import Bool, Int
 from flowjax.envs import NotReady, Split, WorldError, check_characters
 from flowjax.grading.answers import normalise_answer
 
-# Every syllable has three letters and ends in one that English stemming leaves alone, so that a name can be cut back
-# into its syllables and no two names share a stem.
+# Every syllable has three letters and ends in one that English stemming leaves alone, so that a name can be split into
+# its syllables, and no two names share a stem.
 SYLLABLES = tuple(onset + rime for onset in "bdghlmnrstvz" for rime in ("ak", "em", "op", "ux"))
 _KNOWN = frozenset(SYLLABLES)
 LETTERS = 3  # of a syllable
-SHARE_OF_NAMES = 2  # at most one in so many possible names is given away
+SHARE_OF_NAMES = 2  # at most one in so many possible names is used
 
-# Facts of a document of each kind: a relation, and the kind of thing that it leads to.
+# Facts of a document, by its kind: relations, each with the kind of thing that it leads to.
 KINDS: dict[str, tuple[tuple[str, str], ...]] = {
     "book": (("author", "person"), ("publisher", "company"), ("hero", "person")),
     "person": (("birthplace", "town"), ("teacher", "person"), ("employer", "company")),
@@ -43,11 +42,11 @@ RELATIONS = tuple(dict.fromkeys(relation for facts in KINDS.values() for relatio
 
 HELD_OUT_ONE_IN = 8  # things
 FACTS = 3  # in a document
-MIN_DOCUMENTS = HELD_OUT_ONE_IN * len(KINDS) * (FACTS + 1)  # leaves every fact another thing to point at
+MIN_DOCUMENTS = HELD_OUT_ONE_IN * len(KINDS) * (FACTS + 1)  # enough for the facts of a thing to have different targets
 MAX_HOPS = 4
-MAX_WALKS = 20_000_000  # 1 GB while they are drawn
+MAX_WALKS = 20_000_000  # need 1 GB of memory while they are drawn
 _KIND_NAMES = tuple(KINDS)
-_BLOCK = 1 << 26  # bytes of a corpus that are looked through at once
+_BLOCK = 1 << 26  # bytes of a corpus that are scanned at once
 
 CORPUS = "corpus.jsonl"
 _FILES: dict[Split, str] = {"train": "train", "held_out": "test"}
@@ -60,7 +59,7 @@ HOW_TO_GET = (
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A passage as retrieval servers hand it out; `contents` is the quoted title, a newline, and the text."""
+    """A passage as retrieval servers return it; `contents` is the quoted title, a newline, and the text."""
 
     id: str
     contents: str
@@ -83,7 +82,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encyclopedia:
-    """Things by index: name, kind, part, and for each of its relations the thing that it leads to."""
+    """Things by index: names, kinds, parts, and for each relation of a thing the thing that it leads to."""
 
     names: Sequence[str]
     kinds: Int[np.ndarray, "things"]
@@ -106,10 +105,10 @@ class Encyclopedia:
 
 @functools.lru_cache(maxsize=2)
 def encyclopedia(documents: int, seed: int) -> Encyclopedia:
-    """The encyclopedia of `documents` things that `seed` fixes.
+    """The encyclopedia of `documents` things, the same for the same seed.
 
     Raises:
-        WorldError: so many are too few, or too many to be named.
+        WorldError: `documents` is too small, or larger than the number of names.
     """
     if documents < MIN_DOCUMENTS:
         raise WorldError(f"env.options documents={documents}: questions need at least {MIN_DOCUMENTS}")
@@ -131,22 +130,25 @@ def encyclopedia(documents: int, seed: int) -> Encyclopedia:
 def _draw_facts(
     sources: Int[np.ndarray, "things"], pools: Sequence[Int[np.ndarray, "pool"]], rng: np.random.Generator
 ) -> Int[np.ndarray, "things 3"]:
-    """A target from each pool for each source; neither the source itself nor one target twice."""
+    """A random target from each pool for each source, never the source itself, and all of a source different.
+
+    Rows that break this are drawn again until none is left (rejection sampling).
+    """
     facts = np.full((len(sources), len(pools)), -1)
     wrong = np.ones(len(sources), bool)
     while wrong.any():
         count = int(wrong.sum())
         facts[wrong] = np.stack([rng.choice(pool, count) for pool in pools], axis=1)
         row = np.sort(np.concatenate([facts, sources[:, None]], axis=1), axis=1)
-        wrong = (row[:, 1:] == row[:, :-1]).any(axis=1)
+        wrong = (row[:, 1:] == row[:, :-1]).any(axis=1)  # sorted, so equal things are neighbours
     return facts
 
 
 class Questions(Sequence[Question]):
-    """Every question of a split whose chain visits no thing twice, in an order that the data seed draws.
+    """Every question of a split whose chain visits no thing twice, in a random order by the data seed.
 
     Raises:
-        WorldError: there are too many to be listed.
+        WorldError: there are more than `MAX_WALKS`.
     """
 
     def __init__(self, book: Encyclopedia, split: Split, data_seed: int, hops: Sequence[int]):
@@ -180,7 +182,7 @@ class Questions(Sequence[Question]):
 def _walk(
     book: Encyclopedia, starts: Int[np.ndarray, "starts"], hops: int
 ) -> tuple[Int[np.ndarray, "walks things"], Int[np.ndarray, "walks hops"]]:
-    """All walks of so many hops that visit nothing twice: the things on them, and which fact led on."""
+    """All walks of `hops` hops that visit no thing twice: the things on them, and the index of each fact followed."""
     ways = np.stack(np.meshgrid(*[np.arange(FACTS)] * hops, indexing="ij"), axis=-1).reshape(-1, hops)
     # Rows: every sequence of facts from the first start, then from the second, and so on.
     ways = np.tile(ways, (len(starts), 1))
@@ -198,7 +200,7 @@ def _pad(rows: Int[np.ndarray, "rows width"]) -> Int[np.ndarray, "rows padded"]:
 
 
 def syllables_for(count: int) -> int:
-    """Syllables that `count` names need, two at least.
+    """Number of syllables that `count` names need, at least two.
 
     Raises:
         WorldError: four are not enough.
@@ -212,7 +214,7 @@ def syllables_for(count: int) -> int:
 
 
 def draw_names(count: int, rng: np.random.Generator) -> list[str]:
-    """`count` different names of the same length, in an order that says nothing about them."""
+    """`count` different names of the same length, in random order."""
     syllables = syllables_for(count)
     numbers = rng.permutation(len(SYLLABLES) ** syllables)[:count]
     parts = []
@@ -232,10 +234,11 @@ def split_name(word: str) -> tuple[str, ...] | None:
 
 
 class Corpus(Sequence[Document]):
-    """Documents of a JSONL file, read when asked for: only the places of the lines are kept in memory.
+    """Documents of a JSONL file, read on demand: only the offsets of the lines are kept in memory.
 
     Raises:
-        WorldError: there is no such file, it is empty, or its first line is no document.
+        NotReady: there is no such file, or it is empty.
+        WorldError: its first line is no document.
     """
 
     def __init__(self, path: str | Path):
@@ -266,23 +269,23 @@ class Corpus(Sequence[Document]):
             ) from error
 
     def _line(self, row: int) -> int:
-        """Number of a document's line in the file, where empty lines count."""
+        """Number of a document's line in the file, from 1, empty lines included."""
         end = int(self._starts[row])
         return 1 + sum(self._bytes[at : min(at + _BLOCK, end)].count(b"\n") for at in range(0, end, _BLOCK))
 
 
 def document(fields: Mapping[str, Any], row: int) -> Document:
-    """A document from its fields; title and text that are kept apart are put together."""
+    """A document from its fields; a separate title and text are joined."""
     contents = fields["contents"] if "contents" in fields else f'"{fields.get("title", "")}"\n{fields["text"]}'
     if not isinstance(contents, str):
         raise TypeError(f"contents is {type(contents).__name__}")
-    contents = contents.encode(errors="replace").decode()  # half a surrogate pair, which JSON can spell, is in no text
+    contents = contents.encode(errors="replace").decode()  # replaces lone surrogates, which JSON can spell
     found = Document(str(row if fields.get("id") is None else fields["id"]), contents, str(fields.get("url") or ""))
     return found if found.url else Document(found.id, contents, f"/wiki/{found.title.replace(' ', '_')}")
 
 
 def pages(documents: Sequence[Document]) -> dict[str, int]:
-    """Row of the first passage at each address."""
+    """Row of the first passage of each address."""
     found: dict[str, int] = {}
     for row, passage in enumerate(documents):
         found.setdefault(passage.url, row)
@@ -290,19 +293,19 @@ def pages(documents: Sequence[Document]) -> dict[str, int]:
 
 
 def _line_starts(data: mmap.mmap) -> np.ndarray:
-    """Offsets of the lines that hold something, and of the end."""
+    """Offsets of the lines that are not blank, and of the end."""
     places = []
     for at in range(0, len(data), _BLOCK):
         piece = np.frombuffer(data[at : at + _BLOCK], np.uint8)
         places.append(np.flatnonzero(piece == ord("\n")) + at + 1)
     starts = np.unique(np.concatenate([np.array([0]), *places, np.array([len(data)])]))
-    # An empty line is read with the line before it, as white space. Lines long enough for a document are not looked at.
+    # A blank line is read as white space at the end of the line before. Only too short lines can be blank ones.
     short = np.flatnonzero(np.diff(starts) < len('{"text":""}'))
     return np.delete(starts, [row for row in short if data[starts[row] : starts[row + 1]].isspace()])
 
 
 def write_corpus(path: Path, documents: Iterable[Document]) -> None:
-    """In the format of wiki-18, with the address of each document beside it."""
+    """Write documents in the format of wiki-18, with an added field for each one's address."""
     with path.open("w", encoding="utf-8") as file:
         for found in documents:
             fields = {"id": found.id, "contents": found.contents, "url": found.url}
@@ -310,7 +313,7 @@ def write_corpus(path: Path, documents: Iterable[Document]) -> None:
 
 
 def write_questions(path: Path, questions: Iterable[Question], source: str) -> None:
-    """In Search-R1's format, with the documents that lead to the answer under `metadata`."""
+    """Write questions in Search-R1's format, with the documents that lead to the answer under `metadata`."""
     with path.open("w", encoding="utf-8") as file:
         for number, question in enumerate(questions):
             fields = {
@@ -324,11 +327,11 @@ def write_questions(path: Path, questions: Iterable[Question], source: str) -> N
 
 
 def read_questions(folder: str | Path, split: Split) -> list[Question]:
-    """The questions of a split, each once. A training question that is also a test question is left out, and so is one
-    without an answer that can be compared: of "The" nothing is left.
+    """The questions of a split, each once. Training questions that are also test questions are left out, and so are
+    questions whose answers are empty once normalised, as "The" is.
 
     Raises:
-        WorldError: a file is missing, a row cannot be read or no question is left; the message says which.
+        WorldError: a file is missing (`NotReady`), a row cannot be read, or no question is left.
     """
     found = _read_split(Path(folder), split)
     if split == "train":
@@ -337,12 +340,12 @@ def read_questions(folder: str | Path, split: Split) -> list[Question]:
     if not found:
         besides = " that are not among the test questions" if split == "train" else ""
         raise WorldError(f"{folder} has no {split} questions with an answer{besides}: {HOW_TO_GET}")
-    # Backwards twice: of equal questions the first one is kept.
+    # A dict keeps the last of equal keys: reversed before and after, the first of equal questions stays.
     return list({canonical(question.text): question for question in reversed(found)}.values())[::-1]
 
 
 def canonical(text: str) -> str:
-    """A question without what does not make it another one: case, white space, a closing question mark."""
+    """A question without case, extra white space and closing marks: equal for the same question."""
     return " ".join(text.lower().split()).rstrip("? .")
 
 
@@ -375,7 +378,7 @@ def _read_split(folder: Path, split: Split) -> list[Question]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
-    """The rows of a file, those of JSONL as they are written, each with its place in words."""
+    """The rows of a file, those of JSONL as bytes, each with its place in words for messages."""
     if path.suffix == ".parquet":
         try:
             from pyarrow import parquet

@@ -1,8 +1,8 @@
-"""Indices over passages: BM25 by words, dense by vectors of a sentence encoder; and the retriever in a process.
+"""Indices over passages: BM25 by words, dense by vectors of a sentence encoder; and the in-process retriever.
 
 Each index answers a batch of queries with the best rows of each. Equal scores are ordered by row, so that BM25 gives
-the same passages for a query on every machine. Of vectors, passages whose scores differ by rounding may change places:
-faiss computes products of many queries otherwise than of one.
+the same passages for a query on every machine. In a dense index passages with nearly equal scores may change places:
+faiss rounds products of a batch of queries differently from those of one query.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from flowjax.records import state_key
 
 Scored = list[tuple[int, float]]  # rows and their scores, best first
 Encoder = Callable[[Sequence[str], Literal["query", "passage"]], Float[np.ndarray, "texts width"]]
-Vectors = Callable[[int, int], Float[np.ndarray, "passages width"]]  # of the passages from one row to before another
+Vectors = Callable[[int, int], Float[np.ndarray, "passages width"]]  # (start, end) -> vectors of passages [start, end)
 _WORD = re.compile(r"(?u)\b\w\w+\b")
 _BLOCK = 1024  # passages encoded at once
 ADDED_AT_ONCE = 16_384  # vectors in memory while an index is compressed
-SAMPLED = 16  # so many of them, or up to twice, spread over all passages, teach it its cells and codes
-_TIED = 16  # passages with the score of the last one wanted, among which the order by row holds
-_DIGESTED = 1000  # passages, spread over all of them
+SAMPLED = 16  # of these blocks, or up to twice as many, spread over all passages, train its cells and codes
+_TIED = 16  # further passages asked of faiss, so that ties at the end can be ordered by row
+_DIGESTED = 1000  # passages in a digest, spread over all of them
 MAX_TOKENS = 256  # of a passage that a folder's encoder reads
 _ENCODED_AT_ONCE = 64
 
@@ -43,7 +43,7 @@ class Index(Protocol):
     kind: str
 
     def search(self, queries: Sequence[str], count: int) -> list[Scored]:
-        """At most `count` rows for each query; fewer where fewer have anything in common with it."""
+        """At most `count` rows for each query; fewer where fewer match it."""
         ...
 
 
@@ -61,7 +61,7 @@ class BM25Index:
 
     @classmethod
     def load(cls, folder: str | Path) -> "BM25Index":
-        """The index that `save` wrote, its postings mapped from disk."""
+        """The index that `save` wrote, with its postings memory-mapped."""
         index = cls.__new__(cls)
         bm25s, index._stop_words, index._stemmer = import_bm25s()
         index._bm25 = bm25s.BM25.load(str(folder), mmap=True)
@@ -69,7 +69,7 @@ class BM25Index:
         return index
 
     def save(self, folder: str | Path) -> None:
-        """Keep it in a folder, complete or not at all. One that another process has made meanwhile stays."""
+        """Save to a folder, atomically. One that another process made meanwhile stays."""
         with contextlib.suppress(FileExistsError), new_folder(Path(folder)) as unfinished:
             self._bm25.save(str(unfinished), show_progress=False)
 
@@ -90,13 +90,13 @@ class BM25Index:
         spans = [slice(self._starts[term], self._starts[term + 1]) for term in terms]
         if not spans:
             return []
-        # Each word's postings are passages and its weight in them: a passage's score is the sum over the query's words.
+        # A word's postings are passages and its weights in them: a passage's score is the sum over the query's words.
         rows = np.concatenate([self._rows[span] for span in spans])
         return _best(np.bincount(rows, np.concatenate([self._weights[span] for span in spans])), count, 0.0)
 
 
 class DenseIndex:
-    """Inner products of unit vectors: exact, by faiss where it is installed and numpy otherwise, or a faiss index's."""
+    """Inner products of unit vectors: exact (by faiss if installed, else numpy), or those of a given faiss index."""
 
     kind = "dense"
 
@@ -116,7 +116,7 @@ class DenseIndex:
 
     @classmethod
     def build(cls, texts: Sequence[str], encode: Encoder, save_to: Path | None = None) -> "DenseIndex":
-        """Encode every text; `save_to` is the .npy file that keeps the vectors."""
+        """Encode every text; with `save_to`, a .npy file, save the vectors there."""
         if save_to is not None and save_to.suffix != ".npy":
             raise WorldError(f"--index_path={save_to} is not there and can be made only as a .npy file: name it so")
         vectors = encode_passages(texts, encode)
@@ -134,8 +134,8 @@ class DenseIndex:
         return cls(encode, faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY))
 
     def search_with(self, options: str) -> None:
-        """Set what faiss calls search parameters, such as nprobe=64: of an index with cells (IVF), in how many to look
-        for each query. More take longer and miss less.
+        """Set faiss's search parameters, such as nprobe=64: for an index with cells (IVF), the number of cells that are
+        searched for each query. More take longer and miss less.
 
         Raises:
             WorldError: the index has no such parameter.
@@ -149,20 +149,21 @@ class DenseIndex:
     def search(self, queries: Sequence[str], count: int) -> list[Scored]:
         wanted = np.ascontiguousarray(self._encode(queries, "query"), np.float32)
         if self._index is not None:
-            # Of equal scores faiss keeps any: some more are asked for, so that the lowest rows are among them.
+            # Of equal scores faiss may keep any: `_TIED` more are asked for, so that the lowest rows are among them.
             scores, rows = self._index.search(wanted, min(count + _TIED, self.passages))
             return [_ordered(row[row >= 0], score[row >= 0])[:count] for row, score in zip(rows, scores, strict=True)]
         return [_best(scores, count, -np.inf) for scores in wanted @ self._vectors.T]
 
 
 def encode_passages(texts: Sequence[str], encode: Encoder) -> Float[np.ndarray, "passages width"]:
-    """Vectors of the texts, encoded some at a time."""
+    """Vectors of the texts, encoded `_BLOCK` at a time."""
     blocks = [encode(texts[start : start + _BLOCK], "passage") for start in range(0, len(texts), _BLOCK)]
     return np.concatenate(blocks).astype(np.float32)
 
 
 def _best(scores: Float[np.ndarray, "rows"], count: int, floor: float) -> Scored:
-    """The `count` best rows above `floor`, ties by row. Overwrites `scores`; for the few wanted, scans beat sorting."""
+    """The `count` best rows above `floor`, ties by row. Overwrites `scores`. For a small `count`, repeated scans are
+    faster than sorting."""
     best: Scored = []
     for _ in range(min(count, len(scores))):
         row = int(scores.argmax())
@@ -179,7 +180,7 @@ def _ordered(rows: Int[np.ndarray, "found"], scores: Float[np.ndarray, "found"])
 
 
 def _faiss() -> Any:
-    logging.getLogger("faiss").setLevel(logging.WARNING)  # it tells at length how it is loaded
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs at length how it is loaded
     try:
         import faiss
     except ImportError:
@@ -188,14 +189,18 @@ def _faiss() -> Any:
 
 
 def read_faiss(needed_for: str) -> Any:
-    """The module faiss. Raises WorldError where it is not installed."""
+    """The module faiss.
+
+    Raises:
+        WorldError: it is not installed.
+    """
     if (faiss := _faiss()) is None:
         raise WorldError(f'{needed_for} needs faiss: pip install -e ".[search-dense]"')
     return faiss
 
 
 def read_vectors(path: Path) -> tuple[Vectors, int]:
-    """The vectors of a .npy file or of an exact faiss index, mapped from the disk, and how many there are."""
+    """The vectors of a .npy file or of an exact faiss index, memory-mapped, and their number."""
     if path.suffix == ".npy":
         array = np.load(path, mmap_mode="r")
         return lambda start, end: array[start:end], len(array)
@@ -205,10 +210,10 @@ def read_vectors(path: Path) -> tuple[Vectors, int]:
 
 
 def compress(vectors: Vectors, passages: int, form: str, path: Path) -> None:
-    """Write a faiss index of that form (what faiss calls a factory string), made a block of vectors at a time.
+    """Write a faiss index of the given form, a faiss factory string, adding a block of vectors at a time.
 
     Raises:
-        WorldError: faiss is not installed, or makes no index of that form of so many passages.
+        WorldError: faiss is not installed, or cannot make an index of that form from so many passages.
     """
     faiss = read_faiss(f"--compress={form}")
 
@@ -228,16 +233,17 @@ def compress(vectors: Vectors, passages: int, form: str, path: Path) -> None:
 
 
 def digest(documents: Sequence[Document]) -> str:
-    """Digest of passages spread over all of them, which tells these from others."""
+    """Digest of a sample of the passages, spread over all of them, to recognise a corpus."""
     rows = range(0, len(documents), max(len(documents) // _DIGESTED, 1))
     return f"{state_key(*(documents[row].contents for row in rows)):016x}"
 
 
 def kept(path: Path, wanted: Mapping[str, Any], load: Callable[[Path], Any]) -> Any:
-    """The index at a path. What `keep_how_made` wrote beside it has to say what is wanted; others' lack that.
+    """The index at a path. The file that `keep_how_made` wrote beside it must agree with `wanted`; an index made by
+    other programs has no such file, and is accepted.
 
     Raises:
-        WorldError: it was made otherwise, or cannot be read, in which each library fails in ways of its own.
+        WorldError: it was made otherwise, or cannot be read, for which each library has other exceptions.
     """
     beside = _how_made_at(path)
     try:
@@ -258,7 +264,11 @@ def kept(path: Path, wanted: Mapping[str, Any], load: Callable[[Path], Any]) -> 
 
 
 def try_writing(path: Path) -> None:
-    """Refuse a path that cannot be written, before hours of encoding."""
+    """Check that a path can be written, before hours of encoding.
+
+    Raises:
+        WorldError: it cannot.
+    """
     try:
         with new_file(path.with_name(f"{path.name}.trial")) as trial:
             trial.touch()
@@ -268,7 +278,7 @@ def try_writing(path: Path) -> None:
 
 
 def keep_how_made(path: Path, made: Mapping[str, Any]) -> None:
-    """Keep beside an index what it was made of, and how."""
+    """Write a file beside an index that says from what, and how, it was made."""
     replace_file(_how_made_at(path), json.dumps(made, indent=1))
 
 
@@ -295,8 +305,8 @@ def import_bm25s() -> tuple[Any, frozenset[str], Any]:
 
 @contextlib.contextmanager
 def _without(*modules: str) -> Iterator[None]:
-    """Hide modules from what is imported meanwhile: bm25s would start a jax backend, and so seize a GPU, for a top-k
-    that is not used here."""
+    """Hide modules during an import: bm25s would start a jax backend, and with it take GPU memory, for a top-k that is
+    not used here."""
     hidden: dict[str, Any] = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(dict.fromkeys(modules))  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
@@ -310,10 +320,10 @@ def _without(*modules: str) -> Iterator[None]:
 
 
 def load_encoder(name: str) -> Encoder:
-    """`package.module:function`, called with texts and "query" or "passage", or the folder of a Hugging Face encoder.
+    """The encoder at `package.module:function` (of texts and "query" or "passage"), or in a Hugging Face folder.
 
-    A folder's model is mean-pooled and its vectors scaled to length one, as E5 and MiniLM want it; texts get E5's
-    prefixes where the folder's name holds `e5`.
+    A folder's model is mean-pooled and its vectors scaled to length one, as E5 and MiniLM require; texts get E5's
+    prefixes where the folder's name contains `e5`.
 
     Raises:
         WorldError: there is no such folder or function.
@@ -359,7 +369,7 @@ class _FolderEncoder:
 
 # They find an environment's passages: by an index in its process, or by asking a retrieval server (`protocol`).
 
-# Of a corpus that is indexed in the environment's own process: 40 s at 3 MB/s, where a worker has 120 s to open one.
+# Of a corpus that is indexed in the environment's process: 40 s at 3 MB/s, while a worker's limit to open one is 120 s.
 LOCAL_LIMIT_BYTES = 128_000_000
 
 
@@ -395,7 +405,11 @@ class LocalRetriever:
 
 @functools.lru_cache(maxsize=2)
 def local(path: str, documents: int, seed: int) -> LocalRetriever:
-    """The retriever that all environments of this process share: over a folder's corpus, or the generated one."""
+    """The retriever that all environments of this process share: over a folder's corpus, or the generated one.
+
+    Raises:
+        WorldError: the corpus is missing, or larger than `LOCAL_LIMIT_BYTES`.
+    """
     file = Path(path) / CORPUS
     if path and file.is_file() and file.stat().st_size > LOCAL_LIMIT_BYTES:
         raise WorldError(

@@ -63,7 +63,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class QueueFull(RuntimeError):
-    """More queries wait than the server wants to hold."""
+    """More queries wait than the server's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class _Queued:
 
 
 class Batcher:
-    """Queries of many requests, answered by the index together in one thread beside the event loop.
+    """Batches the queries of many requests for the index, which searches in one thread beside the event loop.
 
-    While one batch is searched, the next gathers; `window_s` lets a first query wait for company.
+    While one batch is searched, the next one fills; `window_s` is how long a first query waits for others to join it.
     """
 
     def __init__(self, index: Index, *, max_batch: int, window_s: float, max_waiting: int):
@@ -112,10 +112,10 @@ class Batcher:
             if not batch:
                 continue
             queries = [query for request in batch for query in request.queries]
-            count = max(request.count for request in batch)  # one search for all; each gets its own share of the best
+            count = max(request.count for request in batch)  # one search for all; each keeps its own `count` of it
             try:
                 found = await loop.run_in_executor(self._thread, self._index.search, queries, count)
-            except Exception as error:  # whatever the index raises goes to those who asked
+            except Exception as error:  # of the index: passed on to the requests of this batch
                 for request in batch:
                     if not request.answer.done():
                         request.answer.set_exception(error)
@@ -133,7 +133,7 @@ class Batcher:
     def _take(self) -> list[_Queued]:
         batch: list[_Queued] = []
         queries = 0
-        # One request at least, however many queries it has; one whose client has gone is taken out and not searched.
+        # At least one request, however many queries it has. Requests whose client has gone are dropped unsearched.
         while self._requests and (not batch or queries + len(self._requests[0].queries) <= self._max_batch):
             request = self._requests.popleft()
             self._waiting -= len(request.queries)
@@ -146,7 +146,7 @@ class Batcher:
 
 
 class Refused(Exception):
-    """A request that is answered with a status and a reason."""
+    """A refused request: it is answered with this status and reason."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
@@ -225,8 +225,8 @@ class RetrievalService:
         return {"id": passage.id, "contents": passage.contents, "url": passage.url}
 
     async def _search(self, request: web.Request) -> web.Response:
-        """`backend` and `nprobe` are read and change nothing: there is one index. `min_words` drops shorter
-        passages, out of twice as many as are asked for."""
+        """`backend` and `nprobe` have no effect, since there is one index. `min_words` drops shorter passages, out of
+        twice as many as are asked for."""
         body = await _body(request)
         query = _text(body.get("query"), "query")
         count = _whole(body, "n_docs", DEFAULT_TOPK, 1, MAX_TOPK)
@@ -306,7 +306,7 @@ def load(arguments: argparse.Namespace) -> tuple[Sequence[Document], Index]:
     """Corpus and index.
 
     Raises:
-        WorldError: something that was named is missing, or nothing was named.
+        WorldError: flags contradict each other or are missing, or a file is missing or of another corpus.
     """
     if bool(arguments.corpus) == bool(arguments.documents):
         raise WorldError(f"give either --corpus=FILE or --documents=N (generated): {HOW_TO_GET}")
@@ -350,8 +350,8 @@ def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) ->
 
 
 def _how_made(arguments: argparse.Namespace, documents: Sequence[Document]) -> dict[str, Any]:
-    """The flags that make an index another one, and what tells its passages from others. A compressed one may be
-    loaded without the flags that it was made with."""
+    """The flags that an index depends on, with the number and digest of its passages. Empty flags are left out, so that
+    a compressed index may be loaded without the flags that made it."""
     encoder = Path(arguments.encoder)
     given = {"index": arguments.index, "encoder": encoder.resolve().name if encoder.is_dir() else arguments.encoder}
     given |= {"compress": arguments.compress, "vectors": Path(arguments.vectors).name}
@@ -361,7 +361,7 @@ def _how_made(arguments: argparse.Namespace, documents: Sequence[Document]) -> d
 def _try_search(arguments: argparse.Namespace, index: DenseIndex, passage: Document) -> None:
     try:
         why = "" if index.search([passage.contents], 1)[0] else "nothing is found"
-    except Exception as error:  # of an encoder of their own, or of faiss
+    except Exception as error:  # of a user's encoder, or of faiss
         why = f"{type(error).__name__}: {error}"
     if why:
         raise WorldError(
@@ -401,7 +401,7 @@ def _compressed(
 
 
 def check_exposure(host: str, key: str, open_to_all: bool) -> None:
-    """Refuse to serve other machines without a key unless that is asked for."""
+    """Raise WorldError for a host that serves other machines, without a key and without `--open`."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,8 +1,8 @@
 """Thousands of Sokoban boards at once, as pure jitted functions: levels in; boards, rewards and ends out.
 
 Dynamics and rewards are those of gym_sokoban, with its nine actions. Cells are numbered row by row; a set of cells is a
-column of 32-bit words, cell c being bit c % 32 of word c // 32, so that a step is a few operations on whole arrays of
-words, with neither gather nor scatter. The border of every room is wall, so no cell number ever leaves the board.
+column of 32-bit words, where cell c is bit c % 32 of word c // 32. So a step is a few elementwise operations on arrays
+of words, without gather or scatter. The border of every room is wall, so no cell number ever leaves the board.
 """
 
 import functools
@@ -56,7 +56,7 @@ def from_levels(levels: Sequence[tuple[Room, Position]]) -> Boards:
     rows, columns = sizes[0]
     words = -(-rows * columns // WORD_BITS)
 
-    def packed(sets: list[int]) -> Array:  # a set of cells is one whole number there, words of 32 bits here
+    def packed(sets: list[int]) -> Array:  # a set of cells is one Python int in `Room`, several 32-bit words here
         halves = np.array([[cells >> WORD_BITS * w & 0xFFFFFFFF for cells in sets] for w in range(words)], np.uint32)
         return jnp.asarray(halves)
 
@@ -72,7 +72,7 @@ def from_levels(levels: Sequence[tuple[Room, Position]]) -> Boards:
 
 
 def to_levels(boards: Boards) -> list[tuple[Room, Position]]:
-    """Every board as the single-board world has it, for keys, texts and the solver."""
+    """Every board in the form of the single-board world, for keys, texts and the solver."""
     floor, targets, boxes = (_unpacked(cells) for cells in (boards.floor, boards.targets, boards.boxes))
     players = np.asarray(boards.player).tolist()
     rooms = [Room(boards.rows, boards.columns, f, t) for f, t in zip(floor, targets, strict=True)]
@@ -86,7 +86,7 @@ def _unpacked(cells: Array) -> list[int]:
 
 @jax.jit
 def reset(levels: Boards, which: Int[Array, "boards"]) -> Boards:
-    """Boards at the start of the chosen ones among `levels`."""
+    """Boards at the start of `levels[which]`."""
     return replace(
         levels,
         floor=levels.floor[:, which],
@@ -99,7 +99,8 @@ def reset(levels: Boards, which: Int[Array, "boards"]) -> Boards:
 
 @jax.jit
 def reset_where(over: Bool[Array, "boards"], boards: Boards, levels: Boards, which: Int[Array, "boards"]) -> Boards:
-    """`boards`, with those that are over put at the start of the chosen ones among `levels`."""
+    """`boards`, of which those that are over are replaced by the start of `levels[which]`."""
+    # Both sides are computed and one is selected: shapes stay static under jit, and no board waits for another.
     return jax.tree.map(lambda new, old: jnp.where(over, new, old), reset(levels, which), boards)
 
 
@@ -132,7 +133,7 @@ def step(
     free_beyond = _holds(boards.floor & ~boards.boxes, beyond)
     pushes = acts & box_ahead & free_beyond & (actions <= 4)
     moves = acts & _holds(boards.floor, ahead) & (pushes | ~box_ahead)
-    # An exclusive or moves the box: out of the cell ahead, into the one beyond, which holds none.
+    # Exclusive or moves the box: it clears the bit ahead, which is set, and sets the bit beyond, which is clear.
     boxes = boards.boxes ^ jnp.where(pushes, _cell(ahead, boards) | _cell(beyond, boards), jnp.uint32(0))
     player = jnp.where(moves, ahead, boards.player)
     after = replace(boards, boxes=boxes, player=player, steps=boards.steps + ~over)
@@ -149,19 +150,20 @@ def step(
 def _holds(cells: UInt32[Array, "words boards"], cell: Int[Array, "boards"]) -> Bool[Array, "boards"]:
     """True for each board whose set of cells holds its cell."""
     word, bit = cell // WORD_BITS, (cell % WORD_BITS).astype(jnp.uint32)
+    # In place of a gather: all words but the board's own become 0, and are combined by or.
     chosen = functools.reduce(jnp.bitwise_or, (jnp.where(word == w, cells[w], 0) for w in range(len(cells))))
     return (chosen >> bit & 1).astype(bool)
 
 
 def _cell(cell: Int[Array, "boards"], boards: Boards) -> UInt32[Array, "words boards"]:
-    """The sets that hold one cell each."""
+    """For each board the set with that one cell."""
     word, bit = cell // WORD_BITS, jnp.uint32(1) << (cell % WORD_BITS).astype(jnp.uint32)
     return jnp.where(word == jnp.arange(len(boards.boxes))[:, None], bit, jnp.uint32(0))
 
 
 @jax.jit
 def symbols(boards: Boards) -> UInt8[Array, "boards rows columns"]:
-    """Every cell as its place in `rooms.SYMBOLS`, which is also gym_sokoban's number for drawing."""
+    """Every cell as an index of `rooms.SYMBOLS`, which is also gym_sokoban's number for drawing."""
     cells = jnp.arange(boards.rows * boards.columns)
     words, bits = cells // WORD_BITS, (cells % WORD_BITS).astype(jnp.uint32)[:, None]
     floor, target, box = (

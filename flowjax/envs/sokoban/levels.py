@@ -1,7 +1,8 @@
-"""Sokoban levels from a random generator: a walked room, boxes pulled away from their targets, a few last steps; and
-their shortest solutions, by which levels are chosen and which the expert plays.
+"""Sokoban levels from a random generator, and their shortest solutions.
 
-The generator and its constants are those of gym_sokoban, with the last steps of its verl-agent descendant.
+A level is a room from a random walk, boxes pulled away from their targets, and a few last steps of the player. Levels
+are selected by the length of their shortest solution, which the expert plays. The generator and its constants are those
+of gym_sokoban, with the last steps of verl-agent's version of it.
 """
 
 import functools
@@ -17,7 +18,7 @@ from flowjax.envs.sokoban.rooms import Position, Room, move, room_key
 
 TURN_PROBABILITY = 0.35
 WALK_STEPS_PER_SIDE = 1.7
-MASKS = (  # what the walker clears around itself, as (row, column) offsets
+MASKS = (  # cells that the walker clears around itself, as (row, column) offsets
     ((0, -1), (0, 0), (0, 1)),
     ((-1, 0), (0, 0), (1, 0)),
     ((0, -1), (0, 0), (1, 0)),
@@ -25,9 +26,9 @@ MASKS = (  # what the walker clears around itself, as (row, column) offsets
     ((0, 0), (0, 1), (1, 0)),
 )
 STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))
-MAX_STATES = 300_000  # explored while pulling, before the best level so far is taken
+MAX_STATES = 300_000  # explored while pulling; then the best level so far is used
 MAX_ATTEMPTS = 20_000
-MAX_HARD = 30  # levels too hard for the expert, some ten seconds each, before the options are refused
+MAX_HARD = 30  # levels too hard for the expert, about ten seconds each, before the options are refused
 HELD_OUT_ONE_IN = 8  # rooms, by content
 
 
@@ -85,7 +86,7 @@ def generate(rng: np.random.Generator, shape: Shape, split: Split | None = None)
         room = Room(shape.rows, shape.columns, floor, sum(1 << target for target in targets))
         if split is not None and split_of(room) != split:
             continue
-        # Boxes start on their targets and are pulled off: whatever comes of it can be solved by the way back.
+        # Boxes start on their targets and are pulled off: a pull is a push backwards, so the level can be solved.
         pulled = reverse_play(room, player, targets, shape.search_depth)
         if pulled is None:
             continue
@@ -166,7 +167,7 @@ def reverse_play(room: Room, player: int, targets: list[int], search_depth: int)
         if depth >= search_depth - 1:
             continue
         free = floor & ~boxes
-        for offset in reversed(room.offsets):  # the stack turns the order round
+        for offset in reversed(room.offsets):  # a stack reverses the order
             ahead, behind = player + offset, player - offset
             if not free >> ahead & 1:
                 continue
@@ -185,7 +186,7 @@ def _manhattan(a: int, b: int, columns: int) -> int:
 
 
 def last_steps(rng: np.random.Generator, room: Room, position: Position, probability: float) -> Position:
-    """One to three steps of the player to cells it has not been on, so that it does not always start beside a box."""
+    """With `probability`, one to three steps of the player to new cells, so that it does not always start at a box."""
     if rng.random() >= probability:
         return position
     player, seen = position.player, {position.player}
@@ -204,16 +205,16 @@ def last_steps(rng: np.random.Generator, room: Room, position: Position, probabi
 
 # ------------------------------------------------------------------------------------------------------------ solutions
 
-MAX_POSITIONS = 200_000  # of a room that is solved for all positions at once; some ten MB
-MAX_EXPANDED = 200_000  # positions of A*, some ten seconds
-FAR = 1 << 20  # bound of a position with a box that no push brings to a target
+MAX_POSITIONS = 200_000  # of a room that is solved for all positions at once; about ten MB
+MAX_EXPANDED = 200_000  # positions of A*, about ten seconds
+FAR = 1 << 20  # bound of a position in which some box cannot reach a target
 
 
 @functools.lru_cache(maxsize=128)
 def distances(room: Room) -> dict[tuple[int, int], int]:
-    """Moves to the solution from every (player, boxes) that has one, by breadth-first search backwards from all ends.
+    """Moves to the solution from every solvable (player, boxes), by breadth-first search backwards from all ends.
 
-    Positions that are missing cannot be solved. Their number grows as (floor cells) to the power (boxes + 1).
+    Missing positions cannot be solved. The number of positions grows as (floor cells) to the power (boxes + 1).
     """
     floor = room.floor
     ends = [cell for cell in range(floor.bit_length()) if (floor & ~room.targets) >> cell & 1]
@@ -253,18 +254,18 @@ def is_small(room: Room) -> bool:
 def shortest_solution(room: Room, position: Position) -> tuple[int, ...] | None:
     """Directions of a shortest solution by A*, None where there is none.
 
-    The bound is consistent (a push changes one box's distance by at most one, a walk none), so the first time that a
-    position is expanded is by a shortest way.
+    The bound is consistent (a push changes one box's distance by at most one, a step without a push changes none), so a
+    position is first expanded on a shortest path to it, and never again.
 
     Raises:
-        WorldError: it takes more than MAX_EXPANDED positions to find out.
+        WorldError: the search expands more than MAX_EXPANDED positions.
     """
     start = position.player, position.boxes
     bound = _bound(room, position.boxes)
     came: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
     best = {start: 0}
     closed: set[tuple[int, int]] = set()
-    queue = [(bound, 0, start)]
+    queue = [(bound, 0, start)]  # (moves + bound, -moves, position): of equal sums the deepest comes first
     while queue:
         _, minus_moves, state = heapq.heappop(queue)
         if state in closed:
@@ -305,7 +306,7 @@ def _way(
 
 @functools.lru_cache(maxsize=128)
 def _pushes_to(room: Room) -> tuple[dict[int, int], ...]:
-    """For each target the pushes that a box alone in the room needs to it, from every cell that allows it."""
+    """For each target, the number of pushes to it of a box alone in the room, by the box's cell."""
     tables = []
     for target in _members(room.targets):
         pushes = {target: 0}
@@ -323,7 +324,7 @@ def _pushes_to(room: Room) -> tuple[dict[int, int], ...]:
 
 @functools.lru_cache(maxsize=100_000)
 def _bound(room: Room, boxes: int) -> int:
-    """Pushes of the cheapest assignment of boxes to targets; FAR where there is none."""
+    """Lower bound of the moves: pushes of the cheapest assignment of boxes to targets; FAR where there is none."""
     tables = _pushes_to(room)
     cheapest = {0: 0}  # set of targets that the boxes so far use -> pushes
     for box in _members(boxes):
@@ -337,7 +338,7 @@ def _bound(room: Room, boxes: int) -> int:
 
 
 def _stuck(room: Room, boxes: int) -> bool:
-    """True if four cells of a square are all wall or box, and a box among them is off target: it never moves again."""
+    """True if some 2x2 square is all wall or box, with a box in it off target: none of its boxes can ever move."""
     filled = boxes | ~room.floor
     square = filled & filled >> 1 & filled >> room.columns & filled >> room.columns + 1
     off_target = boxes & ~room.targets

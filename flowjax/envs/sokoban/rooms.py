@@ -1,7 +1,7 @@
-"""Sokoban rooms: how a move changes a position, the text grid, keys of positions and rooms, and pictures.
+"""Sokoban rooms: moves, the text grid, keys of positions and rooms, and pictures.
 
-Cells are numbered row by row; sets of cells are the bits of an int. A room's border is wall, so that a cell's
-neighbours are its number plus a constant offset.
+Cells are numbered row by row; a set of cells is an int with a bit for each. A room's border is wall, so that a floor
+cell's neighbours are its number plus constant offsets, without checks at the edges.
 """
 
 import functools
@@ -17,14 +17,14 @@ DIRECTIONS = ("up", "down", "left", "right")
 SYMBOLS = ("#", "_", "O", "√", "X", "P", "S")  # wall, floor, target, box on target, box, player, player on target
 
 # Pictures: one square tile for each cell, drawn by formulas.
-MIN_TILE_PIXELS = 4  # below which the seven tiles could look alike
+MIN_TILE_PIXELS = 4  # smaller tiles could look alike
 BRICK, MORTAR, FLOOR, GRAIN, TARGET = (140, 72, 52), (196, 178, 160), (236, 228, 208), (222, 212, 190), (206, 40, 60)
 WOOD, COVERED, EDGE, COAT, SKIN = (186, 130, 62), (86, 158, 70), (70, 48, 24), (38, 84, 170), (240, 196, 150)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Constant part of a level: its size, the cells that are not wall, and the targets among them."""
+    """Constant part of a level: its size, and the sets of floor cells (all but walls) and targets."""
 
     rows: int
     columns: int
@@ -38,7 +38,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Cells of the player and the boxes."""
+    """The player's cell and the set of the boxes' cells."""
 
     player: int
     boxes: int
@@ -125,8 +125,8 @@ def _symmetries(rows: int, columns: int) -> np.ndarray:
 
 
 def room_key(room: Room) -> int:
-    """64-bit key of walls and targets, equal for all rotations and reflections of a room, and wherever it lies within
-    outer walls of any size."""
+    """64-bit key of walls and targets, equal for all rotations and reflections of a room, and for any thickness of the
+    walls around it."""
     cells = range(room.rows * room.columns)
     codes = np.array([(room.floor >> c & 1) + (room.targets >> c & 1) for c in cells], np.uint8)
     codes = codes.reshape(room.rows, room.columns)
@@ -141,7 +141,7 @@ def tiles(tile_pixels: int = 16) -> UInt8[np.ndarray, "symbols pixels pixels 3"]
     """The tile of every symbol, in the order of SYMBOLS, as RGB.
 
     Raises:
-        WorldError: the tiles would be too small to tell apart.
+        WorldError: the tiles are too small to be distinguished.
     """
     if tile_pixels < MIN_TILE_PIXELS:
         raise WorldError(f"env.options tile_pixels={tile_pixels} is too small to draw: give {MIN_TILE_PIXELS} or more")
@@ -156,13 +156,13 @@ def picture(room: Room, position: Position, tile_pixels: int = 16) -> UInt8[np.n
 
 
 def picture_of(view: RoomView, tile_pixels: int = 16) -> UInt8[np.ndarray, "height width 3"]:
-    """The picture of an observation's view: for agents that see, wherever the environment itself lives."""
+    """The picture of a view: for agents that see images, in any process, without the environment."""
     numbers = np.array([[SYMBOLS.index(symbol) for symbol in row] for row in view.rows])
     return pictures(numbers[None], tile_pixels)[0]
 
 
 def svg(view: RoomView, cell_pixels: int = 20) -> str:
-    """The picture of a view as SVG: one path for each kind of cell, so that thousands of them are small."""
+    """The picture of a view as SVG, with one path for each kind of cell, which keeps the file small."""
     rows, columns = len(view.rows), len(view.rows[0])
     cells = [(symbol, x, y) for y, row in enumerate(view.rows) for x, symbol in enumerate(row)]
 
@@ -201,7 +201,7 @@ def _hex(colour: tuple[int, int, int]) -> str:
 def pictures(
     symbols: Int[np.ndarray, "boards rows columns"], tile_pixels: int = 16
 ) -> UInt8[np.ndarray, "boards height width 3"]:
-    """Pictures of many boards, whose cells are places in SYMBOLS."""
+    """Pictures of many boards, whose cells are indices of SYMBOLS."""
     boards, rows, columns = symbols.shape
     drawn = tiles(tile_pixels)[symbols].transpose(0, 1, 3, 2, 4, 5)
     return drawn.reshape(boards, rows * tile_pixels, columns * tile_pixels, 3)

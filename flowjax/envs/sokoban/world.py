@@ -50,7 +50,7 @@ class Sokoban(World):
 
     @dataclass(frozen=True, slots=True)
     class Options(Shape):
-        """Those of the levels, and how the room is drawn."""
+        """Options of the levels, and of the picture."""
 
         tile_pixels: int = 0  # side of a cell in the environment's `picture`; 0: it draws none
 
@@ -58,7 +58,7 @@ class Sokoban(World):
         return SokobanEnv(self.options)
 
     def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
-        """Levels without end: any index, in any order, in any process. Train and held-out rooms differ by content."""
+        """Levels without end, for any index in any process and order. Train and held-out rooms differ by content."""
         import grain  # imports jax, which processes that only hold environments do without
 
         check_split(split)
@@ -75,8 +75,8 @@ class Sokoban(World):
         return "\n\n".join([*parts, _now(observation.view)])
 
     def compact(self, observation: Observation, history: History) -> str:
-        """Earlier turns, each closed by its action, and the grid without its outer wall, which is the same in every
-        level; every symbol a word."""
+        """Earlier turns, each with its action after it, and the grid, every symbol a word. The outer wall is left out,
+        since it is the same in every level."""
         past = [f"{_inside(p.view)} {p.action or 'none'}" for p in history]
         return " ".join([*past, _inside(observation.view)])
 
@@ -91,7 +91,7 @@ class Sokoban(World):
         return (*SYMBOLS, *DIRECTIONS, "none")
 
     def expert(self, env: "SokobanEnv") -> str:
-        """First move of a shortest solution. Where the level can no longer be solved: any that changes something."""
+        """First move of a shortest solution; in a level that cannot be solved any more, one that changes something."""
         return DIRECTIONS[best_direction(env.room, env.position)]
 
 
@@ -108,7 +108,7 @@ def _inside(view: RoomView) -> str:
 
 
 def _task(split: Split, data_seed: int, shape: Shape, index: int) -> Task:
-    """The index-th level of a split, generated when asked for."""
+    """The index-th level of a split, generated on demand."""
     room, position = generate(np.random.default_rng([data_seed, index]), shape, split)
     name = f"{shape.rows}x{shape.columns}x{shape.boxes}-{split}-{data_seed}-{index}"
     return Task(f"sokoban-{name}", "sokoban", index, {"level": "\n".join(grid(room, position))})
@@ -136,7 +136,7 @@ class SokobanEnv:
 
     @property
     def picture(self) -> UInt8[np.ndarray, "height width 3"] | None:
-        """The room as it is now in RGB, None without the option `tile_pixels`."""
+        """The present room in RGB, None without the option `tile_pixels`."""
         tile_pixels = self._options.tile_pixels
         return picture(self.room, self._position, tile_pixels) if tile_pixels else None
 

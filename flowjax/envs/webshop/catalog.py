@@ -83,7 +83,7 @@ INSTRUCTIONS = ("i am looking for {}", "i need {}", "find me {}", "i want to buy
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product as pages and reward see it. `prices` is one price or a range, in dollars."""
+    """One product, with the fields that pages and reward use. `prices` is one price or a range, in dollars."""
 
     asin: str
     name: str
@@ -104,17 +104,17 @@ class Product:
 
     @property
     def everything(self) -> str:
-        """Its text in the search index."""
+        """The product's text in the search index."""
         options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options.items())
         first_point = self.bullet_points[0] if self.bullet_points else ""
         return f"{self.name} {self.description} {first_point} {options}".lower()
 
     def option_of(self, value: str) -> str | None:
-        """The option that a click on a value sets: where two share it the last one, as in the published shop."""
+        """The option that a click on a value sets: of two with the same value the last, as in the published shop."""
         return next((name for name, values in reversed(list(self.options.items())) if value in values), None)
 
     def price(self, data_seed: int) -> float:
-        """Its price; in a range, a number drawn for this product and seed alone."""
+        """The product's price; in a range, a hash of this product and seed, so independent of other products."""
         if len(self.prices) == 1:
             return self.prices[0]
         digest = blake2b(f"{data_seed} {self.asin}".encode(), digest_size=8).digest()
@@ -123,7 +123,7 @@ class Product:
 
 
 class Catalog:
-    """All products, the people's instructions by ASIN, and the search over them."""
+    """All products, the human instructions by ASIN, and the search over the products."""
 
     def __init__(self, products: Sequence[Product], human: Mapping[str, Sequence[Mapping[str, Any]]]):
         self.products = tuple(products)
@@ -134,7 +134,7 @@ class Catalog:
         self.search = lru_cache(maxsize=1 << 14)(self._search)
 
     def linked(self, link: str) -> int | None:
-        """The product behind the text of a link."""
+        """Position of the product with this link, its ASIN in lower case; None for no product."""
         return self._by_link.get(link)
 
     def _search(self, query_key: str) -> tuple[int, ...]:
@@ -218,12 +218,12 @@ def _options(custom: Mapping[str, Any] | str) -> dict[str, tuple[str, ...]]:
         for name, contents in custom.items()
         if contents is not None
     }
-    # A value without text is on no page and fits no goal; an option that has no other is left out with it.
+    # An empty value is on no page and fits no goal; an option with empty values only is left out.
     return {name: tuple(filter(None, values)) for name, values in options.items() if not values or any(values)}
 
 
 def generate(products: int, seed: int) -> dict[str, Any]:
-    """items_shuffle, items_ins_v2 and items_human_ins as json.load would give them."""
+    """Generated contents of items_shuffle, items_ins_v2 and items_human_ins, as `json.load` would return them."""
     rng = random.Random(f"webshop {seed}")
     items: list[dict[str, Any]] = []
     instructions: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,6 @@
 """Goals of a catalog, and WebShop's score of a purchase, in [0, 1] (Yao et al. 2022, arXiv 2207.01206, section 3).
 
-Goals are priced and shuffled by the data seed, and split by what they say.
+Price limits and order of the goals depend on the data seed; their split depends on their words alone.
 """
 
 import functools
@@ -19,7 +19,7 @@ from flowjax.records import state_key
 
 GoalKind = Literal["synthetic", "human"]
 SplitBy = Literal["content", "index"]
-NO_LIMIT = 1_000_000.0  # dollars; the goal of a product for which there are no two round prices above its own
+NO_LIMIT = 1_000_000.0  # dollars; for a product with fewer than two of `LIMITS` above its price
 LIMITS = tuple(10.0 * tens for tens in range(1, 100))
 HELD_OUT_ONE_IN = 5  # goals, by content: a small shop has few
 
@@ -28,7 +28,7 @@ _FILLER_WORDS = "i am looking for need find me want to buy a an the with and pri
 _FILLER = frozenset(_FILLER_WORDS.split())
 _WORD = re.compile(r"[^\s,;:()\[\]]+")
 
-# A color's first of these words stands for the whole of it.
+# A colour is compared by the first of these words that it contains.
 _COLOR_WORDS = """
 alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy
 camel camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral
@@ -41,7 +41,7 @@ steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut whe
 COLORS = tuple(_COLOR_WORDS.split())
 MATCH = 85  # a token set ratio above this is a hit
 SPACY_MODEL = "en_core_web_sm"
-_NO_LATIN_1 = dict.fromkeys(range(128, 256))  # what thefuzz drops before it compares
+_NO_LATIN_1 = dict.fromkeys(range(128, 256))  # thefuzz drops these characters before it compares
 
 _CLOSED_CLASS_WORDS = """
 a an the this that these those my your his her its our their i you he she it we they me him us them who whom whose
@@ -59,7 +59,8 @@ _PARTICIPLE = re.compile(r".{2,}[^e]ed")
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A purchase that is wanted: values of the options in `option_names`, or of any where none is named; dollars."""
+    """A wanted purchase. `options` are values of the options in `option_names`, or of any options where that is empty;
+    `price_below` is in dollars."""
 
     asin: str
     instruction: str
@@ -71,7 +72,7 @@ class Goal:
 
 
 def goals(catalog: Catalog, kind: GoalKind, data_seed: int) -> list[Goal]:
-    """Every goal of the catalog, in its order. The price limit of each is drawn for it alone."""
+    """Every goal of the catalog, in its order. Each goal's price limit is drawn independently of the others."""
     find = _human if kind == "human" else _synthetic
     return [goal for product in catalog.products for goal in find(catalog, product, data_seed)]
 
@@ -104,7 +105,8 @@ def _synthetic(catalog: Catalog, product: Product, data_seed: int) -> Iterator[G
 
 
 def _limit(product: Product, data_seed: int, number: int) -> tuple[float, str]:
-    """The larger of two of the next four multiples of ten dollars above the price, and how it is said."""
+    """A price limit and its clause in the instruction: the larger of two random ones among the next four multiples of
+    ten dollars above the price."""
     above = [limit for limit in LIMITS if limit > product.price(data_seed)][:4]
     if len(above) < 2:
         return NO_LIMIT, ""
@@ -113,7 +115,7 @@ def _limit(product: Product, data_seed: int, number: int) -> tuple[float, str]:
 
 
 def _content(goal: Goal) -> tuple[str, ...]:
-    """Its words, in any order: goals that say the same are the same task, whatever their price and product."""
+    """A goal's set of words without the price: goals with the same words are the same task, for any product."""
     return tuple(sorted(set(words(without_price(goal.instruction)))))
 
 
@@ -121,11 +123,11 @@ def _content(goal: Goal) -> tuple[str, ...]:
 def split_goals(
     path: str | None, products: int, seed: int, kind: GoalKind, data_seed: int, by: SplitBy
 ) -> Mapping[Split, tuple[Goal, ...]]:
-    """Both splits, each in an order that the data seed draws; one in `HELD_OUT_ONE_IN` contents is held out.
+    """Both splits, each in a random order by the data seed; one in `HELD_OUT_ONE_IN` contents is held out.
 
-    A hash of the content alone decides which, so that no data seed and no number of products trains on what another
-    holds out; the data seed changes the order and the prices only. By content, goals that say the same lie on the same
-    side. By index they may not, as in the published split: there a goal's content is its place in the catalog.
+    A hash of the content alone decides which, so a goal held out under one data seed or number of products is trained
+    on under no other; the data seed changes order and prices only. By content, goals with the same words are in the
+    same split. By index they may not be, as in the published split: there a goal's content is its index.
     """
     found = goals(load_catalog(path, products, seed, kind == "human"), kind, data_seed)
     both: dict[Split, list[Goal]] = {"held_out": [], "train": []}
@@ -138,7 +140,7 @@ def split_goals(
 
 
 def words(text: str) -> list[str]:
-    """The words that matter of an instruction or a title, lower case, without marks."""
+    """Words of an instruction or a title, in lower case, without punctuation and filler words."""
     found = (word.strip(".!?\"'") for word in _WORD.findall(text.lower()))
     return [word for word in found if word and word not in _FILLER]
 
@@ -156,7 +158,8 @@ def goal_words(instruction: str) -> list[str]:
 
 @functools.cache
 def noun_finder() -> tuple[str, Callable[[str], tuple[str, ...]]]:
-    """Its name and the function from a title to its nouns: spaCy's small English model where it is installed."""
+    """Name of a method, and its function from a title to its nouns: spaCy's small English model if installed, else a
+    filter of function words."""
     if importlib.util.find_spec("spacy") and importlib.util.find_spec(SPACY_MODEL):
         import spacy  # pyright: ignore[reportMissingImports]
 
@@ -173,7 +176,7 @@ def _open_class_words(title: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def nouns(title: str) -> tuple[str, ...]:
-    """The nouns of a title, by what `noun_finder` has found."""
+    """The nouns of a title, by `noun_finder`."""
     return noun_finder()[1](title)
 
 
@@ -199,7 +202,7 @@ def _processed(text: str) -> str:
 
 
 def check_requirements() -> None:
-    """Nothing, where all that the score needs is installed.
+    """Check that the packages of the score are installed.
 
     Raises:
         NotReady: rapidfuzz is not.
@@ -213,7 +216,7 @@ def normal_color(value: str) -> str:
 
 
 def type_score(bought: Product, wanted: Product) -> float:
-    """1, 0.5, 0.1 or 0: how much the kinds of product agree, by query, category and nouns of the title."""
+    """Similarity of the kinds of product, by query, category and nouns of the title: 1, 0.5, 0.1 or 0."""
     asked = nouns(wanted.name)
     shared = len(set(nouns(bought.name)) & set(asked))
     title = shared / len(asked) if asked else 0.2
@@ -237,18 +240,18 @@ def attribute_matches(bought: Product, wanted: Sequence[str]) -> int:
 
 
 def option_fits(chosen: str, wanted: str) -> bool:
-    """True where a chosen value is as good as the wanted one."""
+    """True where a chosen value counts as the wanted one: similar, or of the same colour."""
     return similarity(normal_color(chosen), normal_color(wanted)) > MATCH
 
 
 def option_matches(chosen: Sequence[str], wanted: Sequence[str]) -> int:
-    """Wanted values that some chosen value fits."""
+    """Number of wanted values that some chosen value fits."""
     return sum(any(option_fits(each, value) for each in chosen) for value in wanted)
 
 
 def score(goal: Goal, bought: Product, wanted: Product, chosen: Mapping[str, str]) -> float:
-    """type * (attributes + options + price hits) / their number. The price of the product bought is that of the
-    goal's data seed."""
+    """type_score * (hits of attributes, options and price) / (their number), in [0, 1]. The bought product's price is
+    that of the goal's data seed."""
     hits = attribute_matches(bought, goal.attributes) + option_matches(tuple(chosen.values()), goal.options)
     hits += bought.price(goal.data_seed) <= goal.price_below
     return hits / (len(goal.attributes) + len(goal.options) + 1) * type_score(bought, wanted)

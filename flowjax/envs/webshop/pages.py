@@ -1,4 +1,4 @@
-"""Pages of the shop: their texts, what can be clicked on them, and the page that a click leads to."""
+"""Pages of the shop: their texts, their links, and the page that each link leads to."""
 
 import json
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ PageName = Literal["search", "results", "item", "sub", "done"]
 
 @dataclass(frozen=True, slots=True)
 class PageView:
-    """A page as a shopper sees it. `texts` are all of it in order, as the published shop shows them; what is chosen is
-    not seen. The last page says no instruction."""
+    """A page as a shopper sees it. `texts` are all its texts in order, as in the published shop, which does not show
+    the chosen options. The last page has no instruction."""
 
     page: PageName
     instruction: str
@@ -36,7 +36,7 @@ class PageView:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Place of a shopper. `query` is what decides the results (`query_key`), `options` the chosen values by name."""
+    """Place of a shopper. `query` is the normalised query (`query_key`), `options` are the chosen values by name."""
 
     page: PageName = "search"
     query: str = ""
@@ -47,9 +47,9 @@ class State:
 
 
 def read_action(action: str) -> tuple[str, str]:
-    """Name and lower-case argument of `name[argument]`; empty where it is not of that form.
+    """Name and lower-case argument of `name[argument]`; ("", "") for another form.
 
-    The published pattern is (.+)\\[(.+)\\], matched from the start. This finds the same in linear time.
+    The published pattern is (.+)\\[(.+)\\], matched from the start. This finds the same match in linear time.
     """
     line = action.partition("\n")[0]
     end = line.rfind("]")
@@ -66,7 +66,7 @@ class Pages:
         self._body = lru_cache(maxsize=1 << 14)(self._make_body)
 
     def follow(self, state: State, action: str) -> State | None:
-        """The state after an action; None where the action is not possible there, and nothing changes."""
+        """The state after an action; None for an action that is not possible there."""
         if state.page == "done":
             return None
         name, argument = read_action(action)
@@ -158,9 +158,9 @@ def _sub_body(product: Product, name: str) -> tuple[PageView, tuple[str, ...]]:
 
 
 def last_page(product: Product, options: Sequence[tuple[str, str]], score: float) -> PageView:
-    """The page after a purchase, which shows what was bought, the score, and empty fields of the published template."""
+    """The page after a purchase: the product bought, the score, and the empty fields of the published template."""
     chosen = json.dumps(dict(options), sort_keys=True)
-    # As the published template's `tojson` writes them.
+    # Escaped as by `tojson` in the published template.
     for mark in "<>&'":
         chosen = chosen.replace(mark, f"\\u{ord(mark):04x}")
     nothing = ("attrs", "None", "category", "None", "query", "None", "product category", "None")
@@ -175,7 +175,7 @@ def last_page(product: Product, options: Sequence[tuple[str, str]], score: float
 
 
 def _kept(*parts: str) -> tuple[str, ...]:
-    """Those that the published page would show."""
+    """Texts without surrounding white space; blank ones are left out, as on the published page."""
     return tuple(part.strip() for part in parts if part.strip())
 
 

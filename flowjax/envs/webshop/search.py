@@ -1,8 +1,8 @@
-"""BM25 that ranks as Lucene does behind Anserini: the same analysis, the same rounding, the same order of ties.
+"""BM25 that ranks as Lucene under Anserini does: the same analysis, the same rounding, the same order of ties.
 
 Scores are Lucene's BM25Similarity (Robertson and Zaragoza 2009, with the idf that is never negative), computed in
 float32 with document lengths rounded to one byte. Tokens are those of the standard tokenizer for Latin text; each
-ideograph is a token, as is a run of katakana; emoji are none.
+ideograph is a token, and so is a run of katakana; emoji are not tokens.
 
 The stemmer is Porter's as Lucene runs it: M. F. Porter, "An algorithm for suffix stripping", Program 14(3), 1980, with
 the departures of the author's later code: abli -> able became bli -> ble, logi -> log was added, and words of one or
@@ -54,13 +54,13 @@ def tokens(text: str) -> list[str]:
 
 
 def query_key(query: str) -> str:
-    """All of a query that decides its results: its terms, sorted."""
+    """The sorted terms of a query: queries with the same key have the same results."""
     return " ".join(sorted(tokens(query)))
 
 
 def rounded_length(length: int) -> int:
-    """A document length as Lucene keeps it in one byte: exact below 40, then three bits after the leading one."""
-    exact = 24  # codes of the byte that Lucene's small float leaves unused: they hold the lengths below 24 as they are
+    """A document length as Lucene stores it in one byte: exact below 40, then three bits after the leading one."""
+    exact = 24  # codes of the byte that Lucene's small float leaves free: they store lengths below 24 exactly
     if length < exact:
         return length
     rest = length - exact
@@ -85,7 +85,7 @@ class LuceneIndex:
                 where, counts = postings.setdefault(term, ([], []))
                 where.append(number)
                 counts.append(count)
-        filled = int(np.count_nonzero(lengths))  # Lucene counts the documents that have the field at all
+        filled = int(np.count_nonzero(lengths))  # Lucene counts only documents with at least one term
         mean = np.float32(lengths.sum() / max(filled, 1))
         rounded = np.array([rounded_length(int(n)) for n in lengths], np.float32)
         one, k1, b = np.float32(1), np.float32(_K1), np.float32(_B)
@@ -99,7 +99,7 @@ class LuceneIndex:
             self._terms[term] = (numbers, saturation, idf)
 
     def search(self, query: str, limit: int = 50) -> list[int]:
-        """Positions of the best documents, best first; none where no word is shared."""
+        """Positions of the best documents, best first; none where no document shares a term."""
         return self.rank(tokens(query), limit)
 
     def rank(self, terms: Sequence[str], limit: int) -> list[int]:
@@ -109,7 +109,7 @@ class LuceneIndex:
             if term in self._terms:
                 numbers, saturation, idf = self._terms[term]
                 weight = np.float32(count) * idf
-                # Lucene's form of weight * tf / (tf + norm): in this order it rounds as Lucene does.
+                # Equals weight * tf / (tf + norm), computed in Lucene's order, so that it rounds as Lucene does.
                 scores[numbers] += weight - weight / saturation
         hits = np.flatnonzero(scores)
         rounded = scores[hits].astype(np.float32)
@@ -118,7 +118,7 @@ class LuceneIndex:
 
 
 _VOWELS = frozenset("aeiou")
-# Longest first among suffixes that end alike; only the first that fits is tried, whether or not its condition holds.
+# Of suffixes with a common end the longer is first: only the first that matches is tried, even if its condition fails.
 _STEP_2 = (
     ("ational", "ate"),
     ("tional", "tion"),

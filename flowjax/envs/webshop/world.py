@@ -61,10 +61,10 @@ if TYPE_CHECKING:
 
 SUCCESS_REWARD = 10.0
 MAX_RANDOM_WORDS = 3
-MAX_CHARACTERS = 13_000  # an instruct prompt that is longer is given without its history
+MAX_CHARACTERS = 13_000  # of an instruct prompt; a longer one is given without its history
 TITLE_WORDS = 4  # of a product on a compact results page
 PRICE_STEP = 10  # dollars; a compact price is rounded up to it, as the limits of goals are multiples of it
-OPEN = "open"  # in compact replies, before the place of a product on its results page
+OPEN = "open"  # in compact replies, before the number of a product on its results page
 PLACES = tuple(map(str, range(1, PER_PAGE + 1)))
 PAGES = ("1", "2", "3", "4", "5")  # compact names of results pages; later ones are "more"
 
@@ -79,7 +79,7 @@ class WebShopOptions:
     """The catalog is the first `products` of the files at `path`, or generated from `seed` where that is empty.
 
     `goals` is synthetic or human, `split_by` content or, as published, index. For a share `hasty_share` of the goals
-    the expert buys what it opens first, as it is.
+    the expert buys the first product that it opens, without choosing options.
     """
 
     path: str | None = None
@@ -112,7 +112,7 @@ class WebShop(World):
         return WebShopEnv(self.options)
 
     def tasks(self, split: Split, data_seed: int) -> "grain.MapDataset[Task]":
-        """The goals of a split, in the order of their shuffle. As many as the catalog has; see `len`."""
+        """The goals of a split, shuffled; their number (`len`) depends on the catalog."""
         import grain  # imports jax, which processes that only hold environments do without
 
         check_split(split)
@@ -124,7 +124,7 @@ class WebShop(World):
         return grain.MapDataset.range(len(both[split])).map(functools.partial(_task, both[split], name))
 
     def instruct(self, observation: Observation, history: History) -> str:
-        """Task, latest turns, page and actions; without the turns where that would be too long."""
+        """Task, latest turns, page and actions; without the turns where the prompt would be too long."""
         text = _instruct(observation, history)
         return text if len(text) <= MAX_CHARACTERS or not history else _instruct(observation, ())
 
@@ -144,8 +144,8 @@ class WebShop(World):
         return _spoken(action, _products(legal)) if style == "compact" else f"<action>{action}</action>"
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        """The action in the last pair of tags, or a whole reply without: `click[x]`, or `click x` and `open 3` as in
-        compact."""
+        """The action inside the last tags, or a whole reply without tags: `click[x]`, or compact `click x` and
+        `open 3`."""
         said = without_thoughts(reply).lower()
         text = between_tags(said, "action")
         if text is None:
@@ -178,9 +178,9 @@ class WebShop(World):
         return tuple(found)
 
     def expert(self, env: "WebShopEnv") -> str:
-        """The next action of a shopper who opens what the results name first, leaves what does not fit, and buys what
-        does: another product that is as good as the goal's own, where that comes first. For some goals it buys
-        whatever it has opened (`hasty_share`)."""
+        """The next action of a scripted shopper. It opens results in order, leaves products that do not fit, and buys
+        the first that does, which may be another one as good as the goal's. For some goals it buys the first product
+        that it opens (`hasty_share`)."""
         hasty = state_key("hasty", env.goal.instruction) % 1000 < 1000 * self.options.hasty_share
         return _best_action(env.catalog, env.goal, env.state, env.opened, hasty)
 
@@ -239,12 +239,12 @@ def _compact(view: PageView) -> list[str]:
 
 
 def _title(title: str) -> list[str]:
-    """Its last words: the brand, which stands first, says nothing about the kind."""
+    """The last words of a title: the first ones are the brand, which does not tell the kind of product."""
     return words(title)[-TITLE_WORDS:]
 
 
 def _spoken(action: str, products: Sequence[str]) -> str:
-    """An action in compact words, on a page that lists these products (actions that open them)."""
+    """An action in compact words. `products` are the page's actions that open products, in order."""
     if action in products:
         return f"{OPEN} {PLACES[products.index(action)]}"
     name, _, argument = action.removesuffix("]").partition("[")
@@ -252,7 +252,7 @@ def _spoken(action: str, products: Sequence[str]) -> str:
 
 
 def _products(legal: Sequence[str]) -> tuple[str, ...]:
-    """Those of a page's actions that open a product; a results page alone has them, behind the way to the next one."""
+    """The actions of a page that open a product: only a results page has them, after `click[next >]`."""
     following = f"click[{NEXT}]"
     return tuple(legal[legal.index(following) + 1 :]) if following in legal else ()
 
@@ -271,7 +271,7 @@ def _is_legal(action: str, legal: tuple[str, ...]) -> bool:
 
 
 class WebShopEnv:
-    """One purchase at a time. `nouns_by` names what finds the nouns of titles (see docs/worlds/webshop.md)."""
+    """One purchase at a time. `nouns_by` names the method that finds nouns in titles (docs/worlds/webshop.md)."""
 
     def __init__(self, options: WebShopOptions):
         check_requirements()
@@ -296,7 +296,7 @@ class WebShopEnv:
         Raises:
             WorldError: the task's product is not in the catalog, which then is not the one its goals were made from.
         """
-        fields: Mapping[str, Any] = task.payload["goal"]  # whose tuples are lists, where the task came by wire
+        fields: Mapping[str, Any] = task.payload["goal"]  # a task sent by wire has lists in place of tuples
         frozen: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         goal = Goal(**frozen)
         if goal.asin not in self.catalog.by_asin:
@@ -344,7 +344,8 @@ class WebShopEnv:
 @lru_cache(maxsize=1 << 14)
 def _query(catalog: Catalog, goal: Goal) -> tuple[str, int]:
     """The first of a few queries that shows the goal's product on the first page, else the one that ranks it best; and
-    the page that shows it, 0 where none does. What the goal says comes first: whoever imitates this knows no more."""
+    the page that shows it, 0 if none does. Queries in the goal's own words come first: an imitating policy knows only
+    these."""
     number = catalog.by_asin[goal.asin]
     product = catalog.products[number]
     asked = without_price(goal.instruction)
@@ -373,7 +374,7 @@ def _query(catalog: Catalog, goal: Goal) -> tuple[str, int]:
 
 @lru_cache(maxsize=1 << 16)
 def _wanted_options(catalog: Catalog, goal: Goal, number: int) -> tuple[tuple[str, str], ...] | None:
-    """The options with which a product is all that the goal wants; None where none make it so."""
+    """Options with which a product scores 1 for the goal; None if there are none, but never for the goal's product."""
     product, wanted = catalog.products[number], catalog.products[catalog.by_asin[goal.asin]]
     chosen = _fitting_options(product, goal)
     fits = score(goal, product, wanted, dict(chosen)) == 1.0
@@ -381,8 +382,8 @@ def _wanted_options(catalog: Catalog, goal: Goal, number: int) -> tuple[tuple[st
 
 
 def _fitting_options(product: Product, goal: Goal) -> tuple[tuple[str, str], ...]:
-    """Values that fit the wanted ones, of different options where that is possible. A click on each sets its option,
-    so that who clicks them in turn comes to an end."""
+    """Values that fit the wanted ones, of different options where possible. Only values whose click sets their own
+    option: otherwise the expert would click them for ever."""
     named = tuple(zip(goal.option_names, goal.options, strict=False))
     if named and all(product.option_of(value) == name for name, value in named):
         return named
@@ -401,7 +402,7 @@ def _fitting_options(product: Product, goal: Goal) -> tuple[tuple[str, str], ...
 
 
 def _best_action(catalog: Catalog, goal: Goal, state: State, opened: Set[int], hasty: bool) -> str:
-    """The next action towards the purchase, from any state; on the last page, one that no longer matters."""
+    """The next action towards the purchase, from any state; on the last page, any action, which has no effect."""
     query, page = _query(catalog, goal)
     if state.page == "search":
         return f"search[{query}]"
@@ -417,7 +418,8 @@ def _best_action(catalog: Catalog, goal: Goal, state: State, opened: Set[int], h
 
 
 def _next_product(catalog: Catalog, goal: Goal, state: State, opened: Set[int]) -> str:
-    """The way from a results page to the goal's product, past those before it on that page that may fit as well."""
+    """The next click from a results page: to the page of the goal's product, there on each product before it that may
+    fit as well, once, and then on it."""
     hits = catalog.search(state.query)
     number = catalog.by_asin[goal.asin]
     if number not in hits:
