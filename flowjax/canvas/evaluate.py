@@ -13,12 +13,12 @@ workflow, paired over problems.
 
 `--checkpoint` is a run of the canvas, which plays its newest checkpoint, or one of its checkpoints: the policy builds a
 workflow for each problem, with the run's own executors or those of `--backends`. `python -m flowjax.evaluate` plays it,
-in a folder of the run's `evaluations/`. It comes before workflows that are given besides, and is compared with them.
+in a folder of the run's `evaluations/`. The policy comes first, before given workflows, and is compared with them.
 
-Rows of DS-1000 need their packages in the sandbox, `--packages=<site-packages>`; what is left out is counted.
+Rows of DS-1000 need their packages in the sandbox, `--packages=<site-packages>`; rows that are left out are counted.
 
 `--out` (by default `evaluations/<data>`) gets `rows.jsonl`, one row per problem and workflow with question, workflow,
-trace, answer and gold, and `results.json` and `results.md`. The same command again asks nothing that is in rows.jsonl.
+trace, answer and gold, and `results.json` and `results.md`. The same command again plays nothing that is in rows.jsonl.
 
 Exit status: 0 done, 1 a backend or engine is away (what was played is kept), 2 something to correct in the command.
 """

@@ -209,7 +209,7 @@ async def play(
             for key, (path, record) in zip(keys, wanted, strict=True):
                 group.create_task(one(key, path, record))
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        raise errors.exceptions[0] from None  # callers catch its type, which a group hides
     if away:
         raise away[0]
     return [rows[key] for key in keys]

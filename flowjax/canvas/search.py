@@ -1,22 +1,22 @@
-"""A search for one workflow that suits all problems, without training: what a policy has to beat at the same budget.
+"""A search for one workflow that suits all problems, without training: the baseline of a policy at the same budget.
 
     python -m flowjax.canvas.search --data=train.jsonl --held_out=test.jsonl --backends=backends.json --calls=5000
     python -m flowjax.canvas.search ... --optimizer=large --phrases=phrases.txt
 
 AFlow's search (Zhang et al. 2024, arXiv:2410.10762): a tree of workflows that begins with `--workflow`. Each round
-takes one of the best so far, at random by `chances`, changes it in one place, and plays the new one on `--problems` of
-the data. The change is a random edit, or what the backend `--optimizer` proposes (as there), which is shown the
-workflow, problems that it fails on, and what was tried on it before. `--phrases` is a file of instructions, one a line,
-that random edits may give, and may send calls to any backend but the optimizer.
+draws one of the best so far (`chances`), changes it in one place, and plays the result on `--problems` of the data. The
+change is a random edit or, as in AFlow, a proposal of the backend `--optimizer`, which is shown the workflow, problems
+that it fails on, and earlier changes of it. `--phrases` is a file of instructions for random edits, one a line. Random
+edits may also send calls to any backend but the optimizer.
 
-A workflow may make `--calls_each` calls for a problem; it ends there, with the answer that it has. When `--calls` are
-used up, those of the optimizer included, the best of the search are played on further problems of the data, as many
-again where there are so many. The best of these on both is played on `--held_out`, beside the workflow that the search
-began with. What is asked after the search is not in `--calls`, and said beside it.
+A workflow may make `--calls_each` calls for a problem; then it ends, with the answer that it has. When `--calls` are
+used up, the optimizer's included, the best workflows are played on as many further problems of the data, or on those
+that are left. The best of these on both is played on `--held_out`, beside the workflow that the search began with.
+Calls after the search are not part of `--calls`, and are reported beside it.
 
 `--out` (by default `evaluations/search-<data>`) gets `workflow.json` (the one that was found), `search.json` (every
 round), and `rows.jsonl`, `results.json` and `results.md` as `flowjax.canvas.evaluate` writes them. The same command
-again asks nothing that is in rows.jsonl; what an optimizer proposes is asked for anew.
+again plays nothing that is in rows.jsonl; the optimizer's proposals are requested again.
 
 Exit status: 0 done, 1 a backend is away (what was played is kept), 2 something to correct in the command.
 """

@@ -146,7 +146,8 @@ def parse_piece(source: str) -> Node:
 
 
 class _Parser:
-    """Recursive descent, one method per rule of the grammar; brackets are at most `MAX_DEPTH` deep."""
+    """Recursive descent, one method per rule of the grammar. Brackets are at most `MAX_DEPTH` deep, so that no text can
+    overflow Python's stack."""
 
     def __init__(self, source: str, reference: bool):
         self.source, self.reference = source, reference

@@ -76,6 +76,7 @@ class _WorkerProcess(asyncio.Protocol):
         self._socket, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as shared:
             shared.truncate(mmap.PAGESIZE)
+            # Memory and not messages, since a worker that hangs can send none. Its deadline is set before it starts.
             self._page = memoryview(mmap.mmap(shared.fileno(), mmap.PAGESIZE)).cast("q")
             self._page[DEADLINE_NS] = time.monotonic_ns() + int(start_timeout_s * 1e9)
             self._page[BUSY] = STARTING

@@ -190,7 +190,7 @@ def record_turn(reply: Reply, before: Observation, step: Step, *, env_s: float, 
 
 
 def _cut(value: Any) -> Any:
-    """Plain data with its long texts cut: the prompt has the whole of what was seen."""
+    """Plain data with long texts cut; the turn's prompt keeps the whole."""
     if isinstance(value, str):
         return value if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]} …"
     if isinstance(value, Mapping):

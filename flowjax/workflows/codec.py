@@ -199,6 +199,7 @@ class Codec:
         return found.group() if found else ""
 
     def _tokenize(self, text: str) -> list[int]:
+        # The template has written its special tokens into the text: adding them would double the first one.
         return self._tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _text(self, messages: Sequence[Message]) -> str:

@@ -1,4 +1,4 @@
-"""One agent plays one environment: each turn a prompt of its own with a short past, or all one conversation."""
+"""One agent plays one environment: each turn has its own prompt with a few past turns, or all are one conversation."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -94,6 +94,7 @@ async def play(
             if options.context == "append" and move is not None:
                 messages, after = world.follow_up(observation, options.prompt), move.reply
             else:
+                # `past[-0:]` would be all of the past.
                 messages, after = world.prompt(observation, past[-window:] if window > 0 else [], options.prompt), None
             move = await take_turn(agents[AGENT], messages, observation, options=options, env=env, after=after)
             turns.append(move.turn)

@@ -89,7 +89,7 @@ async def attempt(
     parts: list[AgentTurns],
     review: str = "",
 ) -> tuple[str, str, float]:
-    """Play one attempt and append it to `parts`.
+    """Play one attempt and append it to `parts`; an action ends these worlds' episodes, so the environment is reset.
 
     Returns the solver's reply without thoughts, its answer in the form that the world compares, and its success.
     """

@@ -29,7 +29,7 @@ AGENTS = ("agent", "helper")
 HELPER = AGENTS[1]
 MOST_TASKS = 4  # of a spawn
 DEPTH = 2  # levels of helpers
-SPAWN, AND, GOT = "spawn", "and", "got"  # compact: before the tasks, between them, and before what they came to
+SPAWN, AND, GOT = "spawn", "and", "got"  # compact: before the tasks, between them, and before the answers
 
 OFFER = f"""
 
@@ -70,7 +70,7 @@ class _Respondent:
         return not self.tasks and self.depth < DEPTH and 0 < len(tasks) <= MOST_TASKS and len(tasks) + 1 <= left
 
     def spawn(self, tasks: Sequence[str], reply: Reply) -> list["_Respondent"]:
-        """The helpers, who are to answer next."""
+        """Record the spawn; returns the helpers, which reply next."""
         self._record(reply, Step(self._after(*tasks), 0.0, terminal=False, valid=True), json.dumps(tasks))
         self.tasks = tasks
         return [_Respondent(Observation(text, (), state_key(text)), self, place) for place, text in enumerate(tasks)]
@@ -93,7 +93,7 @@ class _Respondent:
 async def play(
     task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
 ) -> Played:
-    """The agent's answer, after those of its helpers where it has asked for any.
+    """The agent's answer, after its helpers' answers if it asked for any.
 
     A spawn is refused of an agent that has had helpers or is at the last level, with no task or more than `MOST_TASKS`,
     and where too few replies are left: the turn is then invalid, its answer empty. Other outcome: `helpers`, a count.

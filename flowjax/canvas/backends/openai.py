@@ -201,13 +201,13 @@ class OpenAIBackend:
         base_urls: up to and including `/v1`, say.
         model: as the endpoint calls it.
         api_key: sent as a bearer token; in no error, log or `repr`.
-        prices: what tokens cost; without a price list they cost nothing.
+        prices: of tokens; by default they cost nothing.
         token_limit_field: the endpoint's name for `max_new_tokens`; the second one for OpenAI's reasoning models.
         structured: whether the endpoint can hold answers to a JSON schema. If not, `schema` is not sent.
         extra_body: more fields of the request, such as `chat_template_kwargs`; None leaves out a field that the
             endpoint would refuse, such as `seed` or `top_p`.
-        identity: what caches know the model by, where the model's name and addresses do not say enough: another run's
-            engine serves other weights at the same address.
+        identity: the model's name in cache keys, where name and addresses at the endpoint do not tell its weights:
+            another run's engine serves other weights at the same address.
         use_proxy: go through the proxies that the environment names.
     """
 

@@ -104,7 +104,7 @@ async def run(
     error = ""
     try:
         if any(call.operator in operators and operators[call.operator].runs_programs for call in calls):
-            await asyncio.to_thread(sandbox.require)
+            await asyncio.to_thread(sandbox.require)  # it blocks for a trial start
         await interpreter.run(workflow.root, scope)
     except IsolationError as none:
         status, error = "executor_error", str(none)
@@ -144,7 +144,10 @@ class _Scope:
     trace: list[NodeRun] = dataclasses.field(default_factory=list)
 
     def branch(self, seed: int) -> "_Scope":
-        """A scope for one branch of a parallel, with a copy of the state and no checks yet."""
+        """A scope for one branch of a parallel, with a copy of the state and no checks yet.
+
+        The branch's outputs go into the new first map of the `ChainMap`; those from before are still found behind it.
+        """
         return _Scope(dict(self.state), self.outputs.new_child(), seed, self.level + 1)
 
     def write(self, node_id: str, outputs: State) -> None:
@@ -232,6 +235,7 @@ class _Interpreter:
                     raise end
 
     async def _branch(self, branch: Node, scope: _Scope) -> Exception | None:
+        """Run a branch; returns its error, since a raised one would make the task group cancel the other branches."""
         try:
             await self.run(branch, scope)
         except (_Failed, BudgetSpent, BackendUnavailable) as end:

@@ -176,6 +176,7 @@ class Facts(State):
     """textworld's state of facts. The facts of one signature are cached in sorted order, as its queries read them."""
 
     def __init__(self, types: TypeHierarchy, facts: Iterable[Proposition] = ()):
+        # State's own constructor wants a whole GameLogic, of which only the types are used.
         self._logic = SimpleNamespace(types=types)
         self._facts = defaultdict(set)
         self._vars_by_name = {}

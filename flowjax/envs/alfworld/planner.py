@@ -103,7 +103,7 @@ def _source() -> str:
     if not hasattr(os, "memfd_create"):
         return path
     image = Path(path).read_bytes()
-    file = os.memfd_create("libdownward")
+    file = os.memfd_create("libdownward")  # in memory; never closed, since the path below names the descriptor
     os.write(file, image[: loaded_bytes(image)])
     return f"/proc/self/fd/{file}"
 

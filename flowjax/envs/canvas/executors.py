@@ -262,7 +262,7 @@ def _scorer(allow_none: bool, packages: tuple[str, ...]) -> Scorer:
 def _keep(key: Any, result: Any) -> Any:
     with _writing:
         while len(_results) >= _KEPT:
-            del _results[next(iter(_results))]
+            del _results[next(iter(_results))]  # the oldest: dicts keep the order of insertion
         _results[key] = result
     return result
 

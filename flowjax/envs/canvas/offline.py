@@ -147,7 +147,7 @@ class _Asked:
                 return self._worded(self._solved())
 
     def _happens(self, chance: float, what: str) -> bool:
-        return state_key(self._key, what) / 2**64 < chance
+        return state_key(self._key, what) / 2**64 < chance  # a hash as a uniform number, equal in every process
 
     def _pick(self, count: int, what: str) -> int:
         return state_key(self._key, what) % count

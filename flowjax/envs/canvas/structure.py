@@ -134,7 +134,7 @@ class Provenance:
         for place in reversed(range(len(run.trace))):
             self._waiting[run.trace[place].node_id].append(place)
         for places in self._waiting.values():
-            places.sort(key=lambda place: -run.trace[place].turn)
+            places.sort(key=lambda place: -run.trace[place].turn)  # `pop` takes the earliest turn first
         self._visited: list[int] = []
         self._checks: list[int] = []  # runs that wrote `passed`; a parallel's are dropped at its end
         self._latest: dict[str, int] = {}  # node -> its latest run
@@ -172,6 +172,7 @@ class Provenance:
                 return self._walk_steps(steps, sources)
             case Parallel(branches):
                 ends = [self._walk_branch(branch, sources) for branch in branches]
+                # Candidates come from answers that the branches wrote, not from those that they were given.
                 new = (
                     branch.get(name, frozenset()) - sources.get(name, frozenset())
                     for branch, goes_on in ends

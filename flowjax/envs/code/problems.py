@@ -38,7 +38,7 @@ class CodeProblem:
 
     @property
     def content(self) -> int:
-        """The same for two problems that ask the same thing, whatever file they come from."""
+        """Hash of statement and entry, without case and white space: equal for a problem in different files."""
         return state_key("problem", self.suite.entry, " ".join(self.statement.lower().split()))
 
 

@@ -138,6 +138,7 @@ def step(
     player = jnp.where(moves, ahead, boards.player)
     after = replace(boards, boxes=boxes, player=player, steps=boards.steps + ~over)
 
+    # As integers: JAX does not subtract booleans.
     targets_gained = _holds(boards.targets, beyond).astype(jnp.int32) - _holds(boards.targets, ahead)
     gained = jnp.where(pushes, targets_gained, 0)
     done = solved(after)

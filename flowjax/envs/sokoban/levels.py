@@ -48,7 +48,7 @@ class Shape:
     max_moves: int = 0
 
     def __post_init__(self):
-        object.__setattr__(self, "columns", self.columns or self.rows)
+        object.__setattr__(self, "columns", self.columns or self.rows)  # the dataclass is frozen
         if min(self.rows, self.columns) < 5:
             raise WorldError(f"env.options rows={self.rows}, columns={self.columns}: a room needs at least 5 of each")
         if not 1 <= self.boxes <= (self.rows - 2) * (self.columns - 2) // 4:

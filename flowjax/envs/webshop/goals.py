@@ -110,6 +110,7 @@ def _limit(product: Product, data_seed: int, number: int) -> tuple[float, str]:
     above = [limit for limit in LIMITS if limit > product.price(data_seed)][:4]
     if len(above) < 2:
         return NO_LIMIT, ""
+    # Seeded by a text, which `random` hashes in the same way in every process, unlike `hash`.
     limit = max(random.Random(f"limit {data_seed} {product.asin} {number}").sample(above, 2))
     return limit, f"{_LIMIT_CLAUSE}{limit:.2f} dollars"
 

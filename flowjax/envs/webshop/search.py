@@ -103,7 +103,7 @@ class LuceneIndex:
         return self.rank(tokens(query), limit)
 
     def rank(self, terms: Sequence[str], limit: int) -> list[int]:
-        """The same for terms as `tokens` makes them."""
+        """As `search`, for terms that `tokens` made."""
         scores = np.zeros(self._size)
         for term, count in sorted(Counter(terms).items()):
             if term in self._terms:
