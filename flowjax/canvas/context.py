@@ -278,7 +278,7 @@ class CallContext:
             except BudgetSpent as spent:
                 self.spent = spent
                 raise
-            usage, asked_s = Usage(calls=1), time.monotonic()
+            usage, asked_s = Usage(calls=1), time.monotonic()  # a request that fails is a call, too
             try:
                 completion = await reply_of(self._backend, request)
                 used = completion.usage

@@ -64,7 +64,7 @@ def from_json(value: Any) -> Workflow:
     """The workflow of `to_json`'s form; nodes without an id get one.
 
     Raises:
-        WorkflowError: it is none; the message starts with the JSON path of what is wrong.
+        WorkflowError: the value is no workflow; the message starts with the JSON path of the fault.
     """
     given = _object(value, "$", {"next_number", "steps"})
     steps = tuple(_node(step, f"$.steps[{i}]", 1) for i, step in enumerate(_list(given, "steps", "$")))

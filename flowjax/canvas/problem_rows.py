@@ -200,6 +200,7 @@ async def play(
             except BackendAway as error:
                 away.append(error)
                 return
+            # Row by row, so that an interrupted command keeps what it has played.
             with file.open("a", encoding="utf-8") as kept:
                 kept.write(json.dumps(row, default=str) + "\n")
             rows[key] = row

@@ -380,7 +380,7 @@ def _world_problems(world: type[World]) -> typing.Iterator[str]:
         yield f"its View is {world.View!r}: make it a frozen dataclass, or leave it out for views that are text"
 
 
-@functools.cache
+@functools.cache  # made once for a type, since it runs at every step
 def view_reader(kind: Any) -> Callable[[Any], Any]:
     """Decoder of a view, or of a value in one, by annotated type: msgpack makes lists of dataclasses and tuples."""
     if dataclasses.is_dataclass(kind):

@@ -293,7 +293,7 @@ def workflow_problem(module: str, name: str) -> str:
 
 
 def _file(module: str) -> str:
-    """The file of a module, "" for none."""
+    """The file of a module, "" for none. Finding it imports the packages around the module, not the module itself."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):

@@ -62,7 +62,7 @@ def check_template_options(template: Any, options: Mapping[str, Any]) -> None:
 
 
 def _template_variables(source: str) -> set[str]:
-    """Names that a chat template reads and neither we nor transformers nor itself gives a value.
+    """Names that a chat template reads, and that neither it, nor transformers, nor we set.
 
     Raises:
         CodecError: it is no template.

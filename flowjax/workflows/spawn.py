@@ -95,8 +95,9 @@ async def play(
 ) -> Played:
     """The agent's answer, after its helpers' answers if it asked for any.
 
-    A spawn is refused of an agent that has had helpers or is at the last level, with no task or more than `MOST_TASKS`,
-    and where too few replies are left: the turn is then invalid, its answer empty. Other outcome: `helpers`, a count.
+    A spawn is refused if the agent has had helpers or is at the last level, if its tasks are none or more than
+    `MOST_TASKS`, or if too few replies are left: the turn is then invalid, and the answer empty. Other outcome:
+    `helpers`, a count.
     """
     asked: list[_Respondent] = []
     outcome = dict.fromkeys(options.world.OUTCOMES, 0.0)

@@ -287,7 +287,7 @@ class OpenAIBackend:
     async def _complete(self, connections: _Connections, request: Request) -> Completion:
         body = self._body(request)
         first = self._next_url
-        self._next_url = (first + 1) % len(self._urls)
+        self._next_url = (first + 1) % len(self._urls)  # round robin over requests
         order = self._urls[first:] + self._urls[:first]
         pauses: dict[str, float] = {}  # endpoint -> when this request may go there again
         failure, tries = "", 0
@@ -303,7 +303,7 @@ class OpenAIBackend:
                     connections.breaker.note_failure(failure)
                 _log.info("Backend %s, try %d: %s", self._model, tries + 1, failure)
                 now_s = asyncio.get_running_loop().time()
-                pauses[url] = now_s + self._retry_s(tries // len(order))
+                pauses[url] = now_s + self._retry_s(tries // len(order))  # grows after each round of the endpoints
                 if error.after_s is not None:
                     connections.paused_until_s[url] = now_s + error.after_s
                 if connections.breaker.wait_s > 0:

@@ -290,7 +290,7 @@ class _Interpreter:
         node_run = NodeRun(
             call.id, call.operator, status, turn, cached, inputs, outcome.outputs, usage, seconds, outcome.error
         )
-        scope.trace.append(node_run)
+        scope.trace.append(node_run)  # before anything is raised: failed calls are in the trace, too
         self._tell(call, turn, node_run)
         if ending is not None:
             raise ending

@@ -82,6 +82,7 @@ def generate(rng: np.random.Generator, shape: Shape, split: Split | None = None)
         cells = [cell for cell in range(floor.bit_length()) if floor >> cell & 1]
         if len(cells) <= shape.boxes + 2:
             continue
+        # Python's integers: a NumPy one would overflow where it is shifted by 64 or more, in rooms of so many cells.
         player, *targets = rng.permutation(cells)[: shape.boxes + 1].tolist()
         room = Room(shape.rows, shape.columns, floor, sum(1 << target for target in targets))
         if split is not None and split_of(room) != split:
