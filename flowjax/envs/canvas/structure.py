@@ -1,8 +1,8 @@
 """Measures of the different work that went into a workflow's answer, from its graph and the trace of its run.
 
 A step counts where the answer was made from its outputs: directly, through other steps, or as a check that decided
-which steps ran. Steps that did not run, failed, or whose outputs were overwritten unread do not count: so a reward for
-structure cannot be earned with useless steps.
+which steps ran. Steps that did not run, failed, or whose outputs were overwritten unread do not count, and earn no
+reward for structure.
 """
 
 import math
