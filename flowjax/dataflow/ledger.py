@@ -13,8 +13,8 @@ A group is one task, played `members` times. Its life for one policy that learns
      (failed, silent,    (not_kept)            (too_old, lost_version, overflow)       lost_ledger: any of these three
       lost_version)
 
-Policies use up the same group at their own rates, each has a row of its own. `filter` waits for the data algorithms. A
-group of an evaluation has one row, of the policy "", that goes open -> ready -> closed.
+Each policy uses the same group at its own pace, and has its own row for it. `filter` writes down what the data
+algorithms decided. A group of an evaluation has one row, of the policy "", that goes open -> ready -> closed.
 
 The life of an episode (`episodes.state`):
 
@@ -22,22 +22,22 @@ The life of an episode (`episodes.state`):
          ^                     |
          +-- give_back, expire, accept (failed) --> quarantined, after too many attempts
 
-and `cancelled` where its whole group is given up.
+An episode is `cancelled` when its whole group is given up.
 
-Which groups a batch is made of is written down before it is served, so that a batch asked for twice is the same batch:
-the step number in the trainer's checkpoint is therefore the whole record of what it has consumed. A trainer goes on
-from there by a `claim`, which gives it an epoch; whatever an older epoch still says is refused, so that no late message
-can undo what a newer trainer does. What nobody can ask for any more is deleted, so that the file holds what a run may
-go back to, however long it is.
+The groups of a batch are written down before the batch is served, so that a batch asked for twice is the same batch:
+the step number in a trainer's checkpoint is the whole record of what the trainer has consumed. A trainer that starts
+from a checkpoint makes a `claim`, which gives it an epoch. Messages of an older epoch are refused, so that no late one
+can undo what a newer trainer does. Groups that nobody can ask for any more are deleted, so that the file holds only
+what a run may go back to, however long the run is.
 
 Every transition is one SQLite transaction: a process that dies within it leaves the state from before. The comment at
-each says what happens when somebody dies right before or right after it. When the power fails, the newest transitions
-may be lost, in reverse order, but none before the last durable one: `claim`, `assign` and `commit` are on the disk
-before they are answered, so that whatever a checkpoint has consumed is known to be used. All that can be lost besides
-is played again.
+each says what happens when a process dies right before or right after it. A power failure may lose the newest
+transitions, but none up to the last durable one: `claim`, `assign` and `commit` are on the disk before they are
+answered, so that every group that a checkpoint has consumed is known to be used. Anything else that is lost is played
+again.
 
-Times are of the machine's monotonic clock, which no setting of its date moves. It goes on over a restart of the process
-and begins anew with the machine (`boot`). Leases get a whole term again with every start.
+Times are those of the machine's monotonic clock, which does not move when the date is set. It runs on while the process
+restarts, and begins anew when the machine restarts (`boot`). Each time the ledger is opened, leases get a full term.
 """
 
 import contextlib
@@ -70,15 +70,15 @@ from flowjax.records import (
 )
 
 Kind = Literal["train", "eval"]
-Failed = Literal["retry", "short", "drop"]  # what becomes of a training episode that its world or workflow broke
-Selection = tuple[list[str] | None, Mapping[str, Sequence[str]]]  # groups of a batch or None, and to drop, by cause
-# A change of a data algorithm's state: its name, a table of its state ("": what is in none), key, value (None: gone).
+Failed = Literal["retry", "short", "drop"]  # what to do with a training episode that its world or workflow broke
+Selection = tuple[list[str] | None, Mapping[str, Sequence[str]]]  # groups of a batch or None; groups to drop, by cause
+# A changed row of a data algorithm's state: algorithm, table ("": all that is in no table), key, value (None: deleted).
 StateRow = tuple[str, str, bytes, bytes | None]
 _EVALUATION = ""  # the policy of an evaluation's group
-_BROKEN = ("env_error", "timeout")  # statuses that are the episode's own; other causes are its worker's
-_OUTAGES = ("executor_error",)  # statuses of episodes that would have gone well at another time
-_KEEP_DECAY = 1 - 1 / 256  # of the average share of groups that are kept: it looks back over some 256 groups
-_KEEP_PRIOR = 4.0  # groups counted as kept before the first, so that a few early ones that are not open no flood
+_BROKEN = ("env_error", "timeout")  # statuses of failures in the episode itself; other causes lie with its worker
+_OUTAGES = ("executor_error",)  # statuses of an outage: the same episode may go well later
+_KEEP_DECAY = 1 - 1 / 256  # exponential moving average of the share of kept groups, over about the newest 256
+_KEEP_PRIOR = 4.0  # kept groups counted before the first, so that a few early refusals do not open a flood of groups
 _EPISODE_STATES = ("waiting", "leased", "done", "quarantined", "cancelled")
 
 # --------------------------------------------------------------------------------------------------------------- schema
@@ -204,17 +204,18 @@ class StepError(ValueError):
 
 
 class LedgerError(ValueError):
-    """A file that cannot be gone on with; the message says why."""
+    """A ledger file that cannot be used; the message says why."""
 
 
 def open_tables(path: Path | str) -> sqlite3.Connection:
     """The database at `path`, made when it is missing.
 
     Raises:
-        LedgerError: it is damaged, or its tables are those of another version of flowjax.
+        LedgerError: it is damaged, belongs to another user, or has tables of another version of flowjax.
     """
     try:
         db = _opened(path)
+        # Damage is found before a run starts on it. `integrity_check` would compare the indexes, too, but takes longer.
         (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.DatabaseError as error:
         if is_damage(error):
@@ -227,8 +228,9 @@ def open_tables(path: Path | str) -> sqlite3.Connection:
 
 
 def is_damage(error: BaseException) -> bool:
-    """True of what SQLite says of a file that is no database, or no longer."""
+    """True if SQLite says with this error that the file is damaged, or is no database."""
     code = getattr(error, "sqlite_errorcode", None) or 0
+    # An extended code, such as SQLITE_CORRUPT_INDEX, has the primary code in its low byte.
     return isinstance(error, sqlite3.Error) and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -241,14 +243,17 @@ def damaged(path: Path | str, found: str) -> LedgerError:
 
 
 def note_opened(checkpoints: Path, groups: int) -> None:
-    """Note beside a policy's checkpoints how many groups have been opened: before a batch is served, so that whatever
-    a checkpoint has consumed is among them, also where the ledger is lost and the log with it."""
+    """Note beside a policy's checkpoints how many groups have been opened.
+
+    To be called before a batch is served: all groups that a checkpoint has consumed are then among that many, and this
+    is still known when the ledger and the log are lost.
+    """
     if checkpoints.is_dir():
         replace_file(checkpoints / _OPENED_FILE, str(groups))
 
 
 def most_opened(run_dir: Path) -> int:
-    """The most groups that are noted beside the checkpoints of any policy of a run, 0 where that is nowhere."""
+    """The largest number of groups noted beside the checkpoints of a run's policies (`note_opened`); 0: no note."""
     noted = 0
     for file in run_dir.glob(f"checkpoints/*/{_OPENED_FILE}"):
         with contextlib.suppress(OSError, ValueError):
@@ -261,8 +266,8 @@ def start_anew(path: Path, *, least_position: int) -> int:
 
     Args:
         path: of the ledger, in the run's folder; it may be damaged.
-        least_position: where tasks begin at least: how far they had come by the other signs that there are. What is
-            noted beside the checkpoints counts, too.
+        least_position: lowest position of the first task, as far as the caller knows how far the run had come. The
+            notes beside the checkpoints, and the old ledger where it can be read, may raise it.
 
     Returns:
         The position of the first task: no group that may have been trained on comes again.
@@ -271,11 +276,11 @@ def start_anew(path: Path, *, least_position: int) -> int:
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as old:
         position = max(position, old.execute("SELECT COALESCE(MAX(position) + 1, 0) FROM groups").fetchone()[0])
     aside = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.aside-{n}").exists())
-    for part in ("", "-wal", "-shm"):
+    for part in ("", "-wal", "-shm"):  # SQLite's log and its index go along: they would be read as the new file's
         with contextlib.suppress(FileNotFoundError):
             path.with_name(path.name + part).rename(path.with_name(f"{path.name}.aside-{aside}{part}"))
     ledger = Ledger(path, lease_s=1.0, max_attempts=1)
-    if position:
+    if position:  # one group at the position before it: the next task's position is the highest one plus 1
         ledger.pass_over(f"train-{position - 1:08d}", Task("", "", 0), position=position - 1)
     ledger.close()
     return position
@@ -285,17 +290,17 @@ def _opened(path: Path | str) -> sqlite3.Connection:
     if str(path) != ":memory:":
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            try:  # it holds the key of the leases: nobody else's to read, an older run's neither
+            try:  # it holds the key that signs leases: for its owner's eyes only, also where the file is an older one
                 os.fchmod(descriptor, 0o600)
             finally:
                 os.close(descriptor)
         except PermissionError as error:
             reason = "belongs to another user: chown it to this one, or copy the run folder"
             raise LedgerError(f"{path} {reason}") from error
-    db = sqlite3.connect(path, isolation_level=None)
+    db = sqlite3.connect(path, isolation_level=None)  # autocommit: `Transaction` says BEGIN and COMMIT itself
     db.row_factory = sqlite3.Row
-    db.execute("PRAGMA journal_mode=WAL")
-    db.execute("PRAGMA synchronous=NORMAL")
+    db.execute("PRAGMA journal_mode=WAL")  # readers on another connection (`EpisodeReader`) do not block the writer
+    db.execute("PRAGMA synchronous=NORMAL")  # a commit survives the death of the process, not yet a power failure
     (version,), (tables,) = db.execute("PRAGMA user_version").fetchone(), db.execute(_TABLES).fetchone()
     if tables and version != _VERSION:
         db.close()
@@ -308,7 +313,7 @@ def _opened(path: Path | str) -> sqlite3.Connection:
 
 
 def lease_key(db: sqlite3.Connection) -> bytes:
-    """Key that the run's leases are signed with; made with the tables."""
+    """Key that signs the run's leases; made at the first call and kept in the ledger."""
     db.execute("INSERT OR IGNORE INTO keys VALUES ('lease', ?)", (secrets.token_bytes(32),))
     return db.execute("SELECT key FROM keys WHERE name = 'lease'").fetchone()[0]
 
@@ -316,8 +321,8 @@ def lease_key(db: sqlite3.Connection) -> bytes:
 class Transaction:
     """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the body raises; inside another transaction, a part of that one.
 
-    After a `durable` one, it and all before it are on the disk: SQLite's log is flushed. The others wait in the log for
-    the next durable one. A durable one takes about 4 ms, another 0.03 ms.
+    A `durable` transaction flushes SQLite's log: after it, it and all earlier ones are on the disk. The others wait in
+    the log for the next durable one. A durable one takes about 4 ms, any other 0.03 ms.
     """
 
     def __init__(self, db: sqlite3.Connection, *, durable: bool = False):
@@ -326,7 +331,8 @@ class Transaction:
     def __enter__(self) -> None:
         self._outermost = not self._db.in_transaction
         if self._outermost:
-            self._db.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")  # fixed once it has begun
+            # Before BEGIN: SQLite does not change this setting inside a transaction.
+            self._db.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
         elif self._durable:
             raise RuntimeError("a durable transaction cannot be a part of another: it would not be flushed")
@@ -338,16 +344,16 @@ class Transaction:
             if kind is None:
                 self._db.execute("COMMIT")
         finally:
-            # Also where the commit itself has failed, as on a full disk: what came next would else be a part of this
-            # one, and never be committed. SQLite may have rolled back already.
+            # Also when the commit itself fails, as on a full disk: the next transactions would else become parts of
+            # this one, and never be committed. SQLite may have rolled back already.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyGroup:
-    """A policy's part of a group: its place in the order of completion, the versions of its oldest and newest token,
-    and in how many batches it has been."""
+    """A policy's part of a group: its place in the order of completion (`arrival`), the oldest and the newest version
+    that sampled its tokens, and the number of batches that have had it."""
 
     group_id: str
     arrival: int
@@ -361,13 +367,13 @@ class Ledger:
 
     Args:
         path: SQLite file, created when missing; ":memory:" for tests.
-        lease_s: how long an episode may take before it is leased again.
+        lease_s: term of a lease in seconds: an episode whose lease is not renewed for so long is leased again.
         max_attempts: leases of one episode before it is quarantined.
         failed: what a broken training episode leads to: it is played again by another worker ("retry"), quarantined
             at once so that its group goes on short ("short"), or its whole group is dropped ("drop").
         min_group_size: episodes that a training group must have in, else it is dropped.
-        clock: seconds that pass, whatever the date is set to, and that go on over a restart of the process.
-        boot: what `clock` counts from; another one than before means that its times cannot be compared.
+        clock: monotonic seconds, which do not depend on the date and run on while the process restarts.
+        boot: id of the machine's start, from which `clock` counts; times of another id cannot be compared.
     """
 
     def __init__(
@@ -387,20 +393,23 @@ class Ledger:
         self._failed, self._min_group_size = failed, min_group_size
         self._lease_key = lease_key(self._db)
         self._set_clock(boot_id() if boot is None else boot)
-        # By kind, when each worker last asked for such episodes, the latest last.
+        # When each worker last asked for episodes of a kind, the latest last. In memory alone: see `_alone`.
         self._asked_s: dict[Kind, dict[str, float]] = {"train": {}, "eval": {}}
 
     def close(self) -> None:
         self._db.close()
 
     def transaction(self) -> Transaction:
-        """Everything or nothing of what is done inside."""
+        """Context in which all changes are made together, or none."""
         return Transaction(self._db)
 
     def _set_clock(self, boot: str) -> None:
-        """Give every lease a whole term: for how long nobody took renewals is not known here, and who still plays gets
-        time to renew. Who has died is noticed after one term. Other deadlines get one where the clock is another than
-        they were made by, or where one lies further ahead than any can, whatever the reason."""
+        """Give every lease a full term from now.
+
+        For how long nobody took renewals is not known here; a worker that still plays gets time to renew, and one that
+        has died is noticed a term later. The deadline of a waiting episode is set anew, too, if it was made by another
+        clock, or lies further ahead than a term, for whatever reason.
+        """
         with Transaction(self._db):
             before = self._db.execute("SELECT key FROM keys WHERE name = 'boot'").fetchone()
             term = {"until": self._clock() + self._lease_s, "anew": not before or before["key"] != boot.encode()}
@@ -429,14 +438,22 @@ class Ledger:
         forced: bool = False,
         changes: Sequence[StateRow] = (),
     ) -> None:
-        """Open a group with one waiting episode per seed, for each of `policies`.
+        """Open a group with one waiting episode per seed, and a part of it for each of `policies`.
 
-        `serving` has the version that each is played with. A group that exists already is left as it is. One that is
-        `forced`, chosen by no data algorithm, is counted. `changes` of the algorithms' state are kept with it.
+        A group that exists already is left as it is.
+
+        Args:
+            seeds: one for each member.
+            position: place of the task in the run's order.
+            versions: versions that the episodes are pinned to, by policy (evaluations).
+            serving: version that each policy is served in now (training); 0 where it does not say.
+            forced: no data algorithm chose the task; such groups are counted.
+            changes: changed rows of the algorithms' state, written in the same transaction.
         """
         with Transaction(self._db):
-            # The next position is one more than the highest: who dies before this opens the same task again, under the
-            # same id; who dies after it goes on behind it. What the algorithms learned by choosing it is in or out too.
+            # A process that dies before this opens the same task again, under the same id, since the next position is
+            # one more than the highest; one that dies after it goes on with the next task. What the algorithms learned
+            # from the choice is kept or lost together with the group.
             added = self._db.execute(
                 "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (group_id, kind, position, evaluation, pack(dict(versions or {})), temperature, task.world, pack(task)),
@@ -455,10 +472,10 @@ class Ledger:
             self._write_state(changes)
 
     def pass_over(self, group_id: str, task: Task, *, position: int) -> None:
-        """Note that a task is not played: it has its place in the order of tasks, and is counted."""
+        """Note that a task is not played: it keeps its place in the order, without episodes, and is counted."""
         with Transaction(self._db):
-            # One task at a time: who dies among several goes on behind the last one that is written down. To choose
-            # changes no algorithm's state, so that the rest gets the same answers.
+            # One task at a time: a process that dies among several goes on after the last one written down. The
+            # algorithms answer about the rest as they would have: `Algorithm.choose` changes no state.
             self.add_group(group_id, task, (), kind="train", position=position, policies=())
             self._count("passed_over")
 
@@ -474,12 +491,15 @@ class Ledger:
         without: Sequence[str] = (),
         tried_by_others: bool = False,
     ) -> list[Lease]:
-        """Up to `slots` waiting episodes of that kind, of these worlds alone where given, in the order of tasks. One
-        that this worker failed at is left for `lease_s` to others who ask for that kind, if there are any.
+        """Lease up to `slots` waiting episodes of a kind to a worker, in the order of tasks.
 
-        `serving` are the versions that it plays with: training that was opened for a newer one is left to others.
-        `without` names evaluations that are left to others. `tried_by_others` asks for no episodes but those that
-        another worker had and did not end.
+        An episode that this worker failed at is left for `lease_s` seconds to others, if any ask for that kind.
+
+        Args:
+            worlds: the worlds that the worker plays; None: any.
+            serving: version of each policy that it plays with; groups that were opened for a newer one are left out.
+            without: names of evaluations that are left out.
+            tried_by_others: lease only episodes that another worker had and did not finish.
         """
         now_s = self._clock()
         deadline_s, leases = now_s + self._lease_s, []
@@ -521,9 +541,9 @@ class Ledger:
                     temperature=row["temperature"],
                     versions=unpack(row["versions"]),
                 )
-                # Written down before it is answered: when the answer is lost, or the worker dies, the deadline brings
-                # the episode back. When this is lost with the power, the episode is waiting again, and whoever plays it
-                # first counts: a lease is known by its signature, not by this row.
+                # Written down before the answer is sent: if the answer is lost, or the worker dies, the deadline brings
+                # the episode back. If a power failure loses this row, the episode is waiting again, and the first to
+                # hand it in counts: a lease is checked by its signature, not by this row.
                 self._db.execute(
                     "UPDATE episodes SET state = 'leased', attempts = attempts + 1, lease_id = ?, worker = ?,"
                     " deadline_s = ? WHERE episode_id = ?",
@@ -533,20 +553,21 @@ class Ledger:
         return leases
 
     def _alone(self, worker: str, kind: Kind, now_s: float) -> bool:
-        """True if no other worker has asked for episodes of that kind lately."""
+        """True if no other worker has asked for episodes of that kind for a lease's term: this one then gets back even
+        what it failed at."""
         asked_s = self._asked_s[kind]
-        asked_s.pop(worker, None)  # put in anew, at the end: the dict is in the order of asking
+        asked_s.pop(worker, None)  # inserted again at the end, so that the dict stays in the order of asking
         asked_s[worker] = now_s
         while asked_s[first := next(iter(asked_s))] < now_s - self._lease_s:
             del asked_s[first]
         return len(asked_s) == 1
 
     def renew(self, lease_ids: Iterable[str]) -> list[str]:
-        """Put the deadlines off; returns the leases that are no longer held."""
+        """Give these leases a full term from now; returns those that are no longer held."""
         deadline_s, lost = self._clock() + self._lease_s, []
         with Transaction(self._db):
-            # When this is lost, or its answer is, the earlier deadlines hold: workers renew three times a term, and a
-            # lease that runs out all the same stays good for what was played (see `accept`).
+            # If this is lost, the earlier deadlines hold: workers renew three times a term. Even when a lease runs out,
+            # what was played under it is still accepted (see `accept`).
             for lease_id in lease_ids:
                 held = self._db.execute(
                     "UPDATE episodes SET deadline_s = ? WHERE lease_id = ? AND state = 'leased'", (deadline_s, lease_id)
@@ -556,18 +577,21 @@ class Ledger:
         return lost
 
     def put_off(self, seconds: float) -> None:
-        """Put the deadlines of all leases off."""
+        """Move the deadlines of all leases `seconds` later."""
         with Transaction(self._db):
-            # Who dies before this gives all leases a whole term with the restart.
+            # A process that dies before this gives all leases a full term when it starts again (`_set_clock`).
             self._db.execute("UPDATE episodes SET deadline_s = deadline_s + ? WHERE state = 'leased'", (seconds,))
 
     # ------------------------------------------------------- episode: leased -> waiting again, quarantined or cancelled
 
     def give_back(self, lease_ids: Iterable[str], error: str, *, count_attempt: bool) -> list[str]:
-        """Return episodes unplayed. Returns the groups that are complete by it."""
+        """Take back episodes that a worker returns unplayed. Returns the groups that this completes.
+
+        `count_attempt`: the lease was an attempt that failed, which may be the last one allowed.
+        """
         with Transaction(self._db):
             # Only what is still leased under this very id: a late copy of the message cannot take the episode from
-            # the worker that has it by now. Who dies before this leaves the episode to its deadline.
+            # the worker that has it by now. If the process dies before this, the deadline brings the episode back.
             rows = [
                 self._db.execute(
                     "SELECT episode_id, group_id FROM episodes WHERE lease_id = ? AND state = 'leased'", (lease_id,)
@@ -577,20 +601,20 @@ class Ledger:
             return self._release([row for row in rows if row], "given_back" if count_attempt else None, error)
 
     def expire(self) -> list[str]:
-        """Take back the leases whose deadline has passed. Returns the groups that are complete by it."""
+        """Take back the leases whose deadline has passed. Returns the groups that this completes."""
         overdue = "SELECT episode_id, group_id FROM episodes WHERE state = 'leased' AND deadline_s < ?"
         rows = self._db.execute(overdue, (self._clock(),)).fetchall()
         if not rows:
             return []
         with Transaction(self._db):
-            # Who dies before this finds the same leases overdue after the restart: the clock went on.
+            # A process that dies before this finds them overdue a term after its restart, unless they are renewed.
             return self._release(rows, "lease_ran_out", "lease ran out")
 
     def _release(self, rows: Sequence[sqlite3.Row], cause: str | None, error: str) -> list[str]:
-        """Take leased episodes back: without a cause, or after an outage, as if they had never been leased. Returns the
-        groups that are complete by it."""
+        """Take leased episodes back. Without a cause, or after an outage, they are as if they had never been leased;
+        any other cause uses up an attempt. Returns the groups that this completes."""
         group_ids = {row["group_id"] for row in rows}
-        cancelled: set[str] = set()  # with an earlier one of these
+        cancelled: set[str] = set()  # together with an earlier one of `rows`, of the same group
         for row in rows:
             if row["episode_id"] in cancelled:
                 continue
@@ -605,11 +629,11 @@ class Ledger:
                 continue
             self._count(f"failed/{cause}", last=error)
             kind = self._db.execute("SELECT kind FROM groups WHERE group_id = ?", (row["group_id"],)).fetchone()[0]
-            # Config's `failed_episodes` is about training and about the world: an evaluation wants every episode, and a
-            # dead worker says nothing about the task.
+            # Config's `failed_episodes` applies to training, and to failures of the world: an evaluation wants every
+            # episode, and a worker that died says nothing about the task.
             retried = self._failed == "retry" or kind == "eval" or cause not in _BROKEN
-            # The lease's id goes, its signature stays good: a worker that was only slow, and whose lease has run out,
-            # may still hand in what it played, as long as nobody else has (see `accept`).
+            # The lease's id is removed, but its signature stays valid: a worker that was only slow may still hand in
+            # what it played after its lease ran out, as long as nobody else has (see `accept`).
             state = self._db.execute(
                 "UPDATE episodes SET lease_id = NULL, error = ?, deadline_s = ?,"
                 " state = CASE WHEN ? AND attempts < ? THEN 'waiting' ELSE 'quarantined' END WHERE episode_id = ?"
@@ -630,12 +654,15 @@ class Ledger:
     # ----------------------------------------------------------------- episode: leased -> done; group: open -> complete
 
     def accept(self, lease_id: str, episode: Episode, worker: str = "") -> tuple[bool, list[str]]:
-        """Take in a played episode that `worker` sends: True and the groups complete by it, or (False, []) for one that
-        changes nothing.
+        """Take in a played episode that `worker` sends.
 
-        An episode counts once, whoever sends it, under whichever lease was ever given for it. One that failed for a
-        cause outside the policies (`env_error`, `timeout`, `cancelled`) does not: see `failed` of the constructor. One
-        that met an outage (`executor_error`) waits again, as if it had never been leased.
+        An episode counts once, from any worker, and under any lease that was ever given for it. One that failed for a
+        cause outside the policies (`env_error`, `timeout`, `cancelled`) does not count: see `failed` of the
+        constructor. One that met an outage (`executor_error`) waits again, as if it had never been leased.
+
+        Returns:
+            True and the groups that this completes; False and no groups if the episode changes nothing: it is a
+            duplicate, is no longer wanted, or its lease is not valid.
         """
         with Transaction(self._db):
             row = self._db.execute(
@@ -649,9 +676,9 @@ class Ledger:
                 if row["lease_id"] != lease_id:  # a failure ends only its own lease: another worker may be playing
                     return False, []
                 return True, self._release([row], episode.status, f"{episode.episode_id}: {episode.error}")
-            # State and content in one row: there is no moment at which the episode is done and not kept. A worker
-            # that gets no answer because this process died sends it again: that copy is the first or a duplicate.
-            # A waiting episode is taken too: its lease ran out, but nobody else has finished it.
+            # State and content in one row: at no moment is the episode done and not kept. A worker that gets no answer
+            # because this process died sends it again: that copy is then the first, or a duplicate that changes
+            # nothing. A waiting episode is accepted, too: its lease ran out, but nobody else has finished it.
             self._db.execute(
                 "UPDATE episodes SET state = 'done', episode = ?, played_versions = ?, lease_id = NULL,"
                 " worker = COALESCE(NULLIF(?, ''), worker) WHERE episode_id = ?",
@@ -660,9 +687,11 @@ class Ledger:
             return True, self._complete([row["group_id"]])
 
     def _complete(self, group_ids: Iterable[str]) -> list[str]:
-        """Complete open groups whose episodes have all ended, with what each policy did in them; a policy's part is
-        dropped when that is nothing or the group is not to be used. An evaluation's group is ready, or dropped when no
-        episode is in."""
+        """Complete those open groups whose episodes have all ended, and return them.
+
+        A policy's part of a group is dropped if the policy did nothing in it, or too many of its episodes failed. The
+        group of an evaluation becomes ready, or is dropped if no episode is in.
+        """
         complete = []
         for group_id in group_ids:
             states = self._db.execute(
@@ -695,9 +724,10 @@ class Ledger:
                 self._drop(policy, [group_id], "silent")
                 self._weigh(policy, kept=False)
                 continue
-            versions = list(itertools.chain(*ranges)) or [0]  # no turn in a whole evaluation
-            # In the transaction of the last episode: who dies before the data algorithms are asked finds the group
-            # complete and asks them then. Arrival counts over all policies: they are asked in that order.
+            versions = list(itertools.chain(*ranges)) or [0]  # an evaluation without a single turn
+            # In the transaction of the last episode: a process that dies before it asks the data algorithms finds the
+            # group complete after its restart, and asks them then. They are asked in the order of `arrival`, which is
+            # therefore counted over all policies.
             self._db.execute(
                 "UPDATE policy_groups SET state = ?, oldest_version = ?, newest_version = ?,"
                 " arrival = (SELECT COALESCE(MAX(arrival), 0) + 1 FROM policy_groups)"
@@ -710,8 +740,8 @@ class Ledger:
     def filter(self, policy: str, group_id: str, *, keep: bool, changes: Sequence[StateRow] = ()) -> None:
         """Make a policy's complete group ready, or drop it, together with what the data algorithms learned from it."""
         with Transaction(self._db):
-            # Verdict and what was learned in one: who dies in between would ask the algorithms about it twice, and they
-            # would count it twice.
+            # Decision and learned state in one transaction: between two, a death would have the algorithms asked about
+            # the group again, and they would count it twice.
             self._db.execute(
                 "UPDATE policy_groups SET state = ? WHERE policy = ? AND group_id = ? AND state = 'complete'",
                 ("ready" if keep else "dropped", policy, group_id),
@@ -721,7 +751,7 @@ class Ledger:
             self._write_state(changes)
 
     def _weigh(self, policy: str, *, kept: bool) -> None:
-        """Count one more group in the average share of groups that are kept; it starts from 0 of 0."""
+        """Count one more group in the moving average of the share that is kept: kept / seen, see `keep_share`."""
         self._db.execute(
             "INSERT INTO keep_shares VALUES (:policy, :kept, 1)"
             " ON CONFLICT DO UPDATE SET kept = kept * :decay + :kept, seen = seen * :decay + 1",
@@ -731,7 +761,7 @@ class Ledger:
     def drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
         """Drop a policy's part of these groups."""
         with Transaction(self._db):
-            # Who dies before this finds them ready, and drops what is too much when the next group is complete.
+            # After a death before this they are still ready, and are dropped when the next group is complete.
             self._drop(policy, group_ids, cause)
 
     def _drop(self, policy: str, group_ids: Sequence[str], cause: str) -> None:
@@ -746,13 +776,13 @@ class Ledger:
     def assign(
         self, policy: str, step: int, select: Callable[[list[PolicyGroup], list[PolicyGroup]], Selection]
     ) -> list[str] | None:
-        """The groups of the policy's batch `step`: those written down for it, or else what `select` makes of the ready
-        groups and of those used before; None when it chooses nothing.
+        """The groups of the policy's batch `step`: those written down for it, or else those that `select` chooses from
+        the ready groups and from those used before; None when it chooses none.
 
         Raises:
-            StepError: it is neither the next batch nor one that is still written down.
+            StepError: `step` is neither the next batch nor one that is still written down.
         """
-        # Durable: a version that was trained on it may be on disk when the power fails, and must find it here.
+        # Durable: the version trained on this batch may be on the disk when the power fails, and must find the batch.
         with Transaction(self._db, durable=True):
             if written := self.batch(policy, step):
                 return written
@@ -766,7 +796,7 @@ class Ledger:
                 self._drop(policy, group_ids, cause)
             if chosen is None:
                 return None
-            # Written down before it is served: when the trainer, or the answer, is lost, the same step gets the same
+            # Written down before it is served: if the trainer dies, or the answer is lost, the same step gets the same
             # groups again, and no other step gets any of them.
             self._db.executemany(
                 "UPDATE policy_groups SET state = 'used' WHERE policy = ? AND group_id = ?",
@@ -781,23 +811,29 @@ class Ledger:
     # -------------------------------------------------------------------------- a trainer refuses: used -> quarantined
 
     def quarantine(self, policy: str, step: int, reasons: Mapping[str, str]) -> list[str]:
-        """Put the groups of the policy's batch `step` aside that hold these trajectories, with why and who sent them.
+        """Put aside the groups of the policy's batch `step` that hold these trajectories, with the reason and the
+        worker that sent them.
 
-        They are kept and never served again. The other groups of the batch are ready again, so that it is made anew
-        with a group in their place. Returns the groups; none where the batch has none of them.
+        They are kept and never served again. The other groups of the batch become ready again, so that the batch is
+        made anew with others in place of these. Returns the groups put aside; none if the batch holds none of the
+        trajectories.
+
+        Args:
+            reasons: why each trajectory cannot be trained on, by its id.
 
         Raises:
-            StepError: it has some, but a later batch has been served since.
+            StepError: the batch holds some of them, but a later batch has been served since.
         """
         with Transaction(self._db):
-            # One entry a group. Backwards, because the last one put in stays: it is then the first that was refused.
+            # One entry per group. In reverse, because a dict keeps the last value of a key: that is then the group's
+            # first trajectory that was refused.
             refused = {
                 group_id: (trajectory.trajectory_id, reasons[trajectory.trajectory_id])
                 for group_id in self.batch(policy, step)
                 for trajectory in reversed(self.group(group_id, policy).trajectories)
                 if trajectory.trajectory_id in reasons
             }
-            # To make it anew undoes what came after it, which a checkpoint may have consumed by now.
+            # Making it anew would undo later batches, which a checkpoint may have consumed by now.
             if refused and step != (made := self.batches_made(policy)) - 1:
                 raise StepError(f"batch {step} of {policy} cannot be refused any more: the newest is {made - 1}")
             workers = self.workers_of(trajectory_id for trajectory_id, _ in refused.values())
@@ -810,8 +846,9 @@ class Ledger:
                     "UPDATE policy_groups SET state = 'quarantined' WHERE policy = ? AND group_id = ?",
                     (policy, group_id),
                 )
-            # Out of the batch and put aside in one: who dies before it is served the same batch, which is refused
-            # again; who dies after it is served another, and a late copy of the refusal finds none of these groups.
+            # Put aside and taken out of the batch in one transaction. After a death before it the trainer is served the
+            # same batch, and refuses it again; after one that follows it, it is served another batch, and a late copy
+            # of the refusal finds none of these groups.
             if refused:
                 self._undo_after(policy, step - 1)
                 self._set_trainer(policy, made=step)
@@ -820,20 +857,21 @@ class Ledger:
     # ------------------------------------------------------------------------------- a trainer starts: used -> ready
 
     def claim(self, trainer: str, versions: Mapping[str, int], after: int, *, position: int = 0) -> tuple[bool, int]:
-        """Make `trainer` the one of these policies, from these versions on.
+        """Make `trainer` the trainer of these policies, which goes on from these versions.
 
-        Batches that led beyond them are undone: the checkpoints that consumed them are lost. Batch `version`, where it
+        Batches beyond these versions are undone: the checkpoints that consumed them are lost. Batch `version`, if it
         is written down, stays: the trainer asks for it next. A version beyond the batches that the ledger has made
         shows that the ledger is an older copy, put back: every group that might be in those batches is dropped.
 
         Args:
             trainer: a name that no other start of a trainer has.
-            after: the epoch that the claim comes after, as the trainer knows it.
-            position: where the order of tasks goes on, at least, if the ledger is older than a version.
+            versions: version of each policy that the trainer's checkpoint has.
+            after: the newest epoch that the trainer knows of.
+            position: lowest position of the next task, if the ledger turns out to be an older copy.
 
         Returns:
-            Whether the claim is good, and the newest epoch of these policies: the trainer's own where it is. A claim
-            that comes `after` an older epoch is not: another trainer has started meanwhile, or before its copy came in.
+            Whether the claim is good, and the newest epoch of these policies: the trainer's own if it is. A claim
+            whose `after` is not the newest epoch is refused: another trainer has started since, or this is a late copy.
         """
         # Durable: a trainer that has an epoch must find it valid after the power has failed.
         with Transaction(self._db, durable=True):
@@ -844,8 +882,8 @@ class Ledger:
                 return True, newest
             if after != newest:
                 return False, newest
-            # Epoch, trainer and undone batches in one: who dies before it leaves the old trainer in its place, and the
-            # new one, not answered, sends the same claim again. Who dies after it finds that claim made.
+            # Epoch, trainer and undone batches in one transaction: a death before it leaves the old trainer in place,
+            # and the new one, which got no answer, sends its claim again. After it, that copy finds the claim made.
             epoch = self._db.execute("SELECT COALESCE(MAX(epoch), 0) + 1 FROM trainers").fetchone()[0]
             for policy, version in versions.items():
                 if version > owners[policy]["made"]:
@@ -853,14 +891,15 @@ class Ledger:
                 self._undo_after(policy, version)
                 made = version + bool(self.batch(policy, version))
                 self._drop_lost(policy, made)
-                # What was opened for a lost version is played with this one: nobody will serve that one for a while.
+                # Groups that were opened for a lost version may be played with this one: `lease` would else hold them
+                # back until that number is served again.
                 self._db.execute(
                     "UPDATE policy_groups SET oldest_version = :version"
                     " WHERE policy = :policy AND state = 'open' AND oldest_version > :version",
                     {"policy": policy, "version": version},
                 )
                 self._forget_evaluations(policy, version)
-                # Down only: a checkpoint that is on disk counts once `commit` has been heard, and flushed.
+                # It only goes down here. It goes up in `commit`, after the checkpoint is known to be on the disk.
                 committed = min(owners[policy]["committed"], version)
                 most = max(owners[policy]["most"], owners[policy]["made"])
                 self._set_trainer(policy, epoch=epoch, trainer=trainer, made=made, committed=committed, most=most)
@@ -877,9 +916,9 @@ class Ledger:
         self._db.execute(f"INSERT OR REPLACE INTO trainers VALUES ({columns})", row)
 
     def _lose(self, policy: str, position: int) -> None:
-        """Drop every group of a policy that may have been in a batch which the ledger has lost, and skip the tasks
-        before `position`, which may have been opened for one: no group is trained on twice, at the price of playing
-        others in their place."""
+        """Drop every group of a policy that may have been in a batch that the ledger has lost, and skip the tasks
+        before `position`, which may have been opened for such a batch. So no group is trained on twice, at the price of
+        playing others in their place."""
         rows = self._db.execute(
             "SELECT group_id FROM policy_groups WHERE policy = ? AND state IN ('open', 'complete', 'ready')", (policy,)
         ).fetchall()
@@ -890,9 +929,9 @@ class Ledger:
             self.add_group(f"train-{position - 1:08d}", left_out, (), kind="train", position=position - 1, policies=())
 
     def _drop_lost(self, policy: str, newest: int) -> None:
-        """Drop the open groups in which a policy has played with a version beyond `newest`, which its trainer has gone
-        back behind: once they are complete, another version may have that number. Those that are complete already are
-        ready for the next batch, which drops them (`select`)."""
+        """Drop the open groups in which a policy has played with a version beyond `newest`, from which its trainer goes
+        on: by the time they are complete, other weights may have that number. Groups that are complete already are
+        dropped by the next batch (`select`)."""
         rows = self._db.execute(
             "SELECT DISTINCT group_id FROM policy_groups JOIN episodes USING (group_id)"
             " WHERE policy = ? AND policy_groups.state = 'open' AND episodes.state = 'done'",
@@ -907,7 +946,7 @@ class Ledger:
         self._cancel_unwanted()
 
     def _forget_evaluations(self, policy: str, newest: int) -> None:
-        """Forget what was evaluated with a version beyond `newest`: another one will have its number."""
+        """Forget what was evaluated with a version beyond `newest`: other weights will have its number."""
         for name, versions in self.evaluations().items():
             if versions.get(policy, 0) > newest:
                 for table in ("episodes", "policy_groups", "groups"):
@@ -924,9 +963,10 @@ class Ledger:
         )
 
     def _undo_after(self, policy: str, step: int) -> None:
-        """Forget the batches after `step`: a trainer never saw them, or died with what it had learned from them. Their
-        groups go from used back to ready, but for those that a batch up to `step` has too (replay)."""
-        # Of those that are closed, below 0, also `step` itself: it is the next one that is asked for, and made anew.
+        """Forget the batches after `step`: no trainer saw them, or what was learned from them is lost. Their groups go
+        from used back to ready, except those that a batch up to `step` has, too (replay)."""
+        # Closed batches are kept under -1 - step (`close_batches`). Of these `step` itself is forgotten, too: it is the
+        # next one asked for, and is made anew.
         self._db.execute("DELETE FROM batches WHERE policy = ? AND (step > ? OR step <= -1 - ?)", (policy, step, step))
         self._db.execute(
             "UPDATE policy_groups SET state = 'ready' WHERE policy = ? AND state = 'used' AND NOT EXISTS"
@@ -937,8 +977,8 @@ class Ledger:
     # ---------------------------------------------------------------------------------------- used -> closed -> deleted
 
     def commit(self, policy: str, version: int, *, changes: Sequence[StateRow] = ()) -> None:
-        """Note that the policy's trainer has committed `version`, and what the data algorithms make of it."""
-        # Durable, and before any batch is closed for it: were this lost with the power, the trainer would go on from an
+        """Note that the policy's trainer has committed `version`, and what the data algorithms learned from that."""
+        # Durable, and before any batch is closed for it: if a power failure lost this, the trainer would go on from an
         # earlier version and ask for batches that are deleted.
         with Transaction(self._db, durable=True):
             self._set_trainer(policy, committed=version)
@@ -947,10 +987,10 @@ class Ledger:
     def close_batches(self, policy: str, before_step: int) -> None:
         """Forget the policy's batches below `before_step`: no checkpoint that is kept needs them again."""
         with Transaction(self._db):
-            # In a transaction after the commit's own, never before it: who dies in between keeps some batches too many,
-            # and the next commit closes them. A replayed group is in several batches: the newest of them decides, and
-            # until then all its rows stay, because `groups` counts them, but at steps below 0: what is left of a batch
-            # is none, and who goes back to it is given a whole one.
+            # In a transaction after that of `commit`, never before it: a death in between leaves some batches too many,
+            # which the next commit closes. A replayed group is in several batches, and the newest of them decides.
+            # Until then its rows in the older ones stay, because `groups` counts them, but at steps below 0: what is
+            # left of such a batch must not be served as that batch. A trainer that goes back to it gets one made anew.
             self._db.execute(
                 "UPDATE policy_groups SET state = 'closed' WHERE policy = ? AND state = 'used' AND ? >"
                 " (SELECT MAX(step) FROM batches"
@@ -969,8 +1009,8 @@ class Ledger:
             self._forget()
 
     def close_evaluation(self, name: str) -> None:
-        """Forget the episodes of a finished evaluation, after its line is in the log: who dies in between writes the
-        line again."""
+        """Forget the episodes of a finished evaluation, after its line is in the log: a process that dies in between
+        writes the line again."""
         with Transaction(self._db):
             self._db.execute(
                 "UPDATE policy_groups SET state = 'closed' WHERE policy = ''"
@@ -980,9 +1020,11 @@ class Ledger:
             self._forget()
 
     def _forget(self) -> None:
-        """Delete what is over: episodes that no policy will ask for again, their parts and groups. The newest
-        training group stays: its position says how many there were. So does the first of each evaluation: its name says
-        that these versions have been evaluated."""
+        """Delete episodes that no policy will ask for again, with their groups and the policies' parts of these.
+
+        The newest training group stays: its position says how many there were. So does the first group of each
+        evaluation: its name says that these versions have been evaluated.
+        """
         over = "state IN ('closed', 'dropped')"
         # In this order, because each statement asks whether rows of the one before it are left.
         self._db.execute(
@@ -1010,7 +1052,7 @@ class Ledger:
 
     def _write_state(self, changes: Sequence[StateRow]) -> None:
         for name, attribute, key, value in changes:
-            if not attribute:  # what is in no table is one row, written anew as a whole
+            if not attribute:  # all that is in no table is one row, written as a whole each time
                 self._db.execute("INSERT OR REPLACE INTO states VALUES (?, ?)", (name, value))
             elif value is None:
                 self._db.execute(
@@ -1020,7 +1062,8 @@ class Ledger:
                 self._db.execute("INSERT OR REPLACE INTO state_rows VALUES (?, ?, ?, ?)", (name, attribute, key, value))
 
     def _sign(self, nonce: str, episode_id: str) -> str:
-        """A lease's id: nobody can make up one for an episode, and it is known again without being stored."""
+        """Id of a lease: a nonce and a keyed hash (MAC) of it and the episode. Nobody else can make a valid one, and it
+        is recognised without being stored."""
         signature = hashlib.blake2b(f"{nonce} {episode_id}".encode(), key=self._lease_key, digest_size=8)
         return nonce + signature.hexdigest()
 
@@ -1031,7 +1074,7 @@ class Ledger:
     # --------------------------------------------------------------------------------- questions, which change nothing
 
     def leased(self, lease_id: str, episode_id: str) -> Leased | None:
-        """Terms of that lease; None when it was never given for this episode, or that is forgotten by now."""
+        """Terms of that lease; None when it was never given for this episode, or the episode is deleted by now."""
         row = self._db.execute(
             "SELECT group_id, seed, versions, task FROM episodes JOIN groups USING (group_id) WHERE episode_id = ?",
             (episode_id,),
@@ -1041,7 +1084,7 @@ class Ledger:
         return Leased(row["group_id"], unpack(row["task"]).task_id, row["seed"], unpack(row["versions"]))
 
     def workers_of(self, trajectory_ids: Iterable[str]) -> dict[str, str]:
-        """The worker that played the episode of each trajectory, of those that are known."""
+        """The worker that played the episode of each trajectory; those of which none is known are left out."""
         # A trajectory has its episode's id, <group>/<number>, or that with / and more behind it.
         episodes = {name: "/".join(name.split("/")[:2]) for name in trajectory_ids}
         rows = self._db.execute(
@@ -1078,8 +1121,8 @@ class Ledger:
         return [_decompressed(row["episode"]) for row in rows]
 
     def _ranges_played(self, group_id: str) -> list[dict[str, list[int]]]:
-        """Oldest and newest version of each policy in the episodes of a group that are in; none of one that is silent
-        in an episode."""
+        """Oldest and newest version of each policy, for each episode of a group that is in. A policy without a turn in
+        an episode is not in that episode's map."""
         rows = self._db.execute(
             "SELECT played_versions FROM episodes WHERE group_id = ? AND state = 'done'", (group_id,)
         )
@@ -1091,7 +1134,7 @@ class Ledger:
         return Group(group_id, unpack(row["task"]), tuple(trajectories_of(self.episodes(group_id), policy)))
 
     def kind_of(self, episode_id: str) -> Kind | None:
-        """Kind of an episode; None of one that the run has not."""
+        """Kind of an episode; None if the run has no such episode."""
         row = self._db.execute(
             "SELECT kind FROM episodes JOIN groups USING (group_id) WHERE episode_id = ?", (episode_id,)
         ).fetchone()
@@ -1101,7 +1144,7 @@ class Ledger:
         return unpack(self._db.execute("SELECT task FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0])
 
     def complete_groups(self) -> list[tuple[str, str]]:
-        """Policy and group of what the data algorithms have not filtered yet, in the order of arrival."""
+        """Policy and group of each part that the data algorithms have not decided on yet, in the order of arrival."""
         rows = self._db.execute("SELECT policy, group_id FROM policy_groups WHERE state = 'complete' ORDER BY arrival")
         return [(row["policy"], row["group_id"]) for row in rows]
 
@@ -1123,7 +1166,7 @@ class Ledger:
         return [PolicyGroup(*row) for row in rows]
 
     def gone_back(self) -> dict[str, int]:
-        """Newest version that there ever was of each policy whose trainer has gone back behind it."""
+        """For each policy whose trainer has gone back to an earlier version: the newest version there ever was."""
         rows = self._db.execute("SELECT policy, most FROM trainers WHERE most > made")
         return {row["policy"]: row["most"] for row in rows}
 
@@ -1141,7 +1184,7 @@ class Ledger:
         return self._db.execute(latest).fetchone()[0]
 
     def batches_made(self, policy: str) -> int:
-        """Batches that the policy's trainer has been given, those that it has lost again left out."""
+        """Number of the policy's batches, without those that a claim or a refusal has undone: the next batch's step."""
         return self._trainer(policy)["made"]
 
     def batch(self, policy: str, step: int) -> list[str]:
@@ -1157,7 +1200,8 @@ class Ledger:
         return {row["state"]: row["n"] for row in rows}
 
     def unused(self, policy: str, oldest_version: int) -> tuple[int, int]:
-        """The policy's groups that are ready, and those that may become it, without tokens older than that version."""
+        """Numbers of the policy's groups that are ready, and of those that may become ready, counting only groups
+        without tokens older than that version."""
         rows = self._db.execute(
             "SELECT state = 'ready' AS ready, COUNT(*) AS n FROM policy_groups WHERE policy = ?"
             " AND state IN ('open', 'complete', 'ready') AND oldest_version >= ? GROUP BY 1",
@@ -1167,13 +1211,13 @@ class Ledger:
         return counts.get(1, 0), counts.get(0, 0)
 
     def count_open(self, policy: str, oldest_version: int) -> int:
-        """The policy's groups under way whose oldest token is of that version."""
+        """Number of the policy's open groups that were opened when that version was served."""
         open_groups = "SELECT COUNT(*) FROM policy_groups WHERE policy = ? AND state = 'open' AND oldest_version = ?"
         return self._db.execute(open_groups, (policy, oldest_version)).fetchone()[0]
 
     def keep_share(self, policy: str) -> tuple[float, float]:
-        """Share of a policy's newest groups that its trainer was let have, and the number of groups that it is taken
-        over. The share is 1 until a group is not kept."""
+        """Share of a policy's newest groups that the data algorithms kept, and the number of groups behind that share.
+        The share is 1 until a group is not kept."""
         row = self._db.execute("SELECT kept, seen FROM keep_shares WHERE policy = ?", (policy,)).fetchone()
         kept, seen = (row["kept"], row["seen"]) if row else (0.0, 0.0)  # of the newest 256 or so, see `_weigh`
         return (kept + _KEEP_PRIOR) / (seen + _KEEP_PRIOR), seen + _KEEP_PRIOR
@@ -1189,7 +1233,8 @@ class Ledger:
         return dict.fromkeys(_EPISODE_STATES, 0) | {row["state"]: row["n"] for row in rows}
 
     def counts(self, policy: str = "") -> dict[str, int]:
-        """Totals of what came to nothing, by name (see the table `counts`): of whole episodes, or a policy's groups."""
+        """Totals of failed, dropped and skipped work by name, as in the table `counts`: of whole episodes and tasks
+        (policy ""), or of a policy's groups."""
         rows = self._db.execute("SELECT name, n FROM counts WHERE policy = ?", (policy,))
         return {row["name"]: row["n"] for row in rows}
 
@@ -1209,7 +1254,7 @@ class Ledger:
         return [dict(row) for row in self._db.execute(newest)]
 
     def evaluations(self, state: str | None = None) -> dict[str, dict[str, int]]:
-        """Versions of the policies in every evaluation, by its name; with `state`, of those with groups in it."""
+        """Versions of the policies in every evaluation, by its name; with `state`, of those with a group in it."""
         wanted = "policy = ''" + (" AND state = :state" if state else "")
         # CROSS JOIN fixes the order for SQLite's planner: the few rows of that state first, then the group of each.
         rows = self._db.execute(
@@ -1220,7 +1265,7 @@ class Ledger:
         return {row["evaluation"]: unpack(row["versions"]) for row in rows}
 
     def is_under_way(self, evaluation: str) -> bool:
-        """True while groups of it are open. Asked with every message: the first open one says so, however many are."""
+        """True while groups of it are open. Asked with every message, so it stops at the first open one (EXISTS)."""
         query = (
             "SELECT EXISTS (SELECT 1 FROM policy_groups CROSS JOIN groups USING (group_id)"
             " WHERE policy = '' AND state = 'open' AND evaluation = ?)"
@@ -1229,8 +1274,8 @@ class Ledger:
 
 
 class EpisodeReader:
-    """Episodes of a ledger's evaluations, over a connection of its own: for the thread that makes it, while the event
-    loop goes on to change the others."""
+    """Reader of a ledger's evaluated episodes, over a connection of its own, for use in the thread that makes it: the
+    event loop goes on changing other rows of the ledger meanwhile."""
 
     def __init__(self, path: Path | str):
         self._db = sqlite3.connect(path, isolation_level=None)
@@ -1256,14 +1301,14 @@ class EpisodeReader:
 
 
 def trajectories_of(episodes: Iterable[Episode], policy: str) -> list[Trajectory]:
-    """Trajectories of a policy in them; those without a turn, and those that failed outside the policies, are left
-    out."""
+    """Trajectories of a policy in these episodes, without those that have no turn or failed for a cause outside the
+    policies."""
     parts = (part for episode in episodes for part in episode.trajectories)
     return [part for part in parts if part.policy == policy and part.turns and part.status in COUNTED_STATUSES]
 
 
 def _played_versions(episode: Episode) -> dict[str, tuple[int, int]]:
-    """Oldest and newest version that sampled what a policy's trajectories (`trajectories_of`) have in an episode."""
+    """Oldest and newest version that sampled tokens of each policy's trajectories (`trajectories_of`) in an episode."""
     found = {}
     for policy in {part.policy for part in episode.trajectories}:
         parts = trajectories_of([episode], policy)
@@ -1273,7 +1318,7 @@ def _played_versions(episode: Episode) -> dict[str, tuple[int, int]]:
 
 
 def _compressed(episode: Episode) -> bytes:
-    """As a row holds it: the turns of an episode repeat each other's prompts."""
+    """Episode as its row holds it. It compresses well: turns of an episode repeat the prompts before them."""
     return zstandard.ZstdCompressor(level=1).compress(pack(episode))
 
 
