@@ -1,4 +1,4 @@
-"""Data algorithms: their hooks, how one is found by its name, and those of a run asked together."""
+"""Data algorithms: their hooks (`Algorithm`), how a config's names become objects, and a run's algorithms (`Chain`)."""
 
 import contextlib
 import difflib
@@ -22,7 +22,7 @@ from flowjax.rewards import trajectory_scores
 
 K = TypeVar("K")
 V = TypeVar("V")
-# As the ledger keeps it: an algorithm's name, a table of its state ("": what is in none), key, value (None: gone).
+# A changed row as the ledger keeps it: algorithm, table ("": all that is in no table), key, value (None: deleted).
 StateRow = tuple[str, str, bytes, bytes | None]
 
 BUILT_IN = {
@@ -69,7 +69,7 @@ class Result:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A group that a batch may take. `arrival` counts groups in the order in which they became complete; `age_versions`
-    is how many versions its oldest token lags."""
+    is the staleness of its oldest token."""
 
     group_id: str
     arrival: int
@@ -78,70 +78,71 @@ class Candidate:
 
 
 class AlgorithmError(ValueError):
-    """A data algorithm has raised, or has answered what cannot be used; the message says which, where and why."""
+    """A data algorithm has raised, or given an answer that cannot be used; the message says which, where and why."""
 
 
 class Algorithm:
-    """Decisions about data; an algorithm overrides those that are its own.
+    """Base class: one hook for each decision about data; an algorithm overrides the hooks that it needs.
 
     Objects live in the dataflow's process and are asked from one thread. `state` and `restore` keep what they have
-    learned over a restart; it is written down together with the results that it came from. A run that is restarted
-    decides as if it had not been, as long as decisions come from that state and the arguments alone: chance from
-    `share_of`, not from a generator.
+    learned over a restart; it is written down together with the results that it came from. A restarted run decides as
+    if it had never stopped, as long as decisions depend on that state and the arguments alone: take chance from
+    `share_of`, not from a random generator.
     """
 
-    least_group_size = 1  # of the runs that it is for
-    fresh_share = 1.0  # of a batch, that is newly played
-    keeps_used_versions = 0  # how many versions long `serve` is offered groups that were trained on
+    least_group_size = 1  # smallest config.rollout.group_size that it works with
+    fresh_share = 1.0  # of a batch: newly played groups; the rest are replayed
+    keeps_used_versions = 0  # for so many versions `serve` is offered groups that were trained on
 
     def choose(self, task: Task, position: int) -> bool:
-        """Before the rollout: True to play `task`, the `position`-th of the run's order. Changes nothing: another
-        algorithm may yet refuse it."""
+        """Before the rollout: True to play `task`, the `position`-th of the run's order. Must not change state: another
+        algorithm may still refuse the task (see `chosen`)."""
         del task, position
         return True
 
     def chosen(self, task: Task, position: int) -> None:
-        """`task` is played: all have chosen it, or nothing was chosen for too long."""
+        """Note that `task` is played: all algorithms chose it, or too many in a row were refused."""
 
     def keep(self, result: Result) -> bool:
-        """After the rollout: True where the policy's trainer may have the group. Asked about every group that is in."""
+        """After the rollout: True if the policy's trainer may have the group. Asked once about every complete group."""
         del result
         return True
 
     def trains(self, result: Result) -> Bool[np.ndarray, "trajectories"]:
-        """Mask of the trajectories of a kept group that the loss may have; the others only count in the group's
-        statistics. From the arguments alone: asked again with every batch, from any thread."""
+        """Mask of a kept group's trajectories that the loss may train on; the others only count in the group's
+        statistics. Must depend on the arguments alone: it is asked again with every batch, from any thread."""
         return np.ones(len(result.rewards), bool)
 
     def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
-        """Order of the groups from which a batch of `groups` is taken, the first ones first. `fresh` are those never
-        trained on and within the bound on staleness, in the order of tasks; `used` those that were, of any age. Changes
-        nothing: it is also asked, with nothing fresh, how many used ones a batch will have."""
+        """Order in which groups go into a batch of `groups` groups: it takes the first ones. `fresh` are groups never
+        trained on and within the bound on staleness, in the order of tasks; `used` those trained on, of any age. Must
+        not change state: it is also called with nothing fresh, to learn how many used ones a batch will have."""
         del used, groups
         return fresh
 
     def published(self, policy: str, version: int) -> None:
-        """A policy's trainer has made a new version."""
+        """Note that a policy's trainer has committed a new version."""
 
     def metrics(self) -> dict[str, float]:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """All that is to outlive the process, by attribute: numbers, strings, lists, and maps of them, whose keys are
-        numbers or strings. It is written down after every group: as a whole, but of a
-        `flowjax.dataflow.algorithms.Table` what has changed."""
+        """State that must survive a restart of the process, by name of the attribute: numbers, strings, lists, and maps
+        of them, whose keys are numbers or strings. All of it is written down after every group, except that only the
+        changed rows of a `flowjax.dataflow.algorithms.Table` are."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Set the attributes to what `state` returned before the restart."""
         for name, value in state.items():
             setattr(self, name, value)
 
 
 class Table(MutableMapping[K, V]):
-    """A map of which only what has changed is written down, for what grows with the number of tasks.
+    """A map for state that grows with the number of tasks: only its changed rows are written down.
 
-    Keys are numbers or strings; values these, lists, or maps of them. A value is put in anew, not changed in place: a
-    change inside it is not noticed.
+    Keys are numbers or strings; values are these, lists, or maps of them. Assign a new value instead of changing one in
+    place: a change inside a value is not noticed.
     """
 
     def __init__(self, rows: Mapping[K, V] | None = None):
@@ -167,18 +168,18 @@ class Table(MutableMapping[K, V]):
 
 
 def task_name(task: Task) -> str:
-    """The task's id, which is only its source's own where a run has several sources."""
+    """Name of a task that is unique in its run: its id, after its source if the run has several sources."""
     return f"{task.source}/{task.task_id}" if task.source else task.task_id
 
 
 def fresh_groups(groups: int, fresh_share: float) -> int:
-    """Of a batch of so many groups, those that are newly played."""
-    # Rounded before the ceiling: 10 * (1 - 0.7) is 3.0000000000000004 in floating point, and is to be 3 groups.
+    """Number of newly played groups in a batch of `groups`, rounded up."""
+    # Rounded before the ceiling: 10 * (1 - 0.7) is 3.0000000000000004 in floating point, and must give 3 groups.
     return math.ceil(round(groups * fresh_share, 6))
 
 
 def share_of(*parts: str | int) -> float:
-    """A number from [0, 1) that the parts fix: chance that is the same after a restart."""
+    """Pseudo-random number in [0, 1) that the parts determine: it is the same after a restart."""
     return state_key(*parts) / 2**64
 
 
@@ -233,7 +234,7 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
         _check_hook(f"{field}.path is {path}, whose {hook}", getattr(algorithm, hook), asked)
     known = {name for name in dir(Algorithm) if not name.startswith("_")}
     for name in (name for name in dir(kind) if not name.startswith("_") and name not in known):
-        # 0.85 takes a letter more, less or changed for a slip, but leaves other words alone ("score" beside "serve").
+        # 0.85 matches a slip (a letter more, less or changed), but not another word ("score" beside "serve").
         alike = known & hooks.keys() if callable(getattr(kind, name)) else known - hooks.keys()
         if near := difflib.get_close_matches(name, alike, cutoff=0.85):
             raise ConfigError(
@@ -259,18 +260,18 @@ def _check_hook(named: str, hook: Callable[..., Any], asked: Callable[..., Any])
 class Chain:
     """The algorithms in the order in which they are asked. Every call raises `AlgorithmError` once one has failed.
 
-    A failure ends the dataflow. What the others have made of the same group is not written down by then: they are asked
-    again when the run goes on.
+    A failure ends the dataflow. What the other algorithms learned from the same group is not written down then: they
+    are asked about it again when the run goes on.
 
     Args:
-        written: what they had learned before, as it was written down.
+        written: rows of their states, as the ledger has them.
     """
 
     def __init__(self, algorithms: Mapping[str, Algorithm], written: Iterable[StateRow] = ()):
         self.by_name = dict(algorithms)
         self._failure = ""
-        self._unwritten: dict[Hashable, Any] = {}  # answers to what algorithms learn from, not written down yet
-        self._whole: dict[str, bytes] = {}  # as it was last written down
+        self._unwritten: dict[Hashable, Any] = {}  # answers of hooks that learn, until what they learned is written
+        self._whole: dict[str, bytes] = {}  # states without their tables, by algorithm, as last written down
         self._tables: dict[tuple[str, str], Table[Any, Any]] = {}  # by algorithm and attribute
         for name, state in _states(written).items():
             if name in self.by_name:
@@ -278,23 +279,23 @@ class Chain:
 
     @property
     def fresh_share(self) -> float:
-        """Of a batch, that is newly played."""
+        """Share of a batch that is newly played."""
         return math.prod(algorithm.fresh_share for algorithm in self.by_name.values())
 
     @property
     def keeps_used_versions(self) -> int:
-        """Versions for which groups that were trained on may be asked for again."""
+        """Number of versions for which groups that were trained on must be kept, since they may be replayed."""
         return max((algorithm.keeps_used_versions for algorithm in self.by_name.values()), default=0)
 
     def choose(self, task: Task, position: int) -> bool:
-        chosen = ("chosen", position) in self._unwritten  # and a full disk has refused the group
+        chosen = ("chosen", position) in self._unwritten  # chosen before, but a full disk refused to keep the group
         return chosen or all(self._ask(name, "choose", task, position, read=_yes_or_no) for name in self.by_name)
 
     def chosen(self, task: Task, position: int) -> None:
         self._learn("chosen", task, position, key=position)
 
     def keep(self, result: Result) -> bool:
-        """True where all keep it; each is asked, also where one has refused."""
+        """True if all keep it. Each one is asked, also after another has refused: all of them learn from the result."""
         return all(self._learn("keep", result, key=(result.policy, result.group_id), read=_yes_or_no))
 
     def trains(self, result: Result) -> Bool[np.ndarray, "trajectories"]:
@@ -303,7 +304,7 @@ class Chain:
         return np.all([np.ones(len(result.rewards), bool), *masks], axis=0)
 
     def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
-        for name in self.by_name:
+        for name in self.by_name:  # each orders what the one before it returned
             fresh = self._ask(name, "serve", fresh, used, groups, read=_each_once)
         return fresh
 
@@ -315,17 +316,17 @@ class Chain:
 
     @contextlib.contextmanager
     def state_changes(self, hook: str = "", key: Hashable = None) -> Iterator[Sequence[StateRow]]:
-        """Changes since the states were last written down, among them what `hook` has taught of `key`; they count as
-        written when the body is through."""
+        """Rows changed since the states were last written down. The body must write them in one transaction with what
+        the answers of `hook` about `key` decided; they count as written when it ends without an exception."""
         whole: dict[str, bytes] = {}
         rows: list[StateRow] = []
         for name in self.by_name:
             whole[name], changed = self._ask(name, "state", read=partial(self._packed, name))
             rows += changed
         yield [*((name, "", b"", state) for name, state in whole.items() if state != self._whole.get(name)), *rows]
-        # Not reached where the body raised: nothing was written then, and the same changes are given again.
+        # Not reached if the body raised: nothing was written then, and the same changes are given again.
         self._whole = whole
-        self._unwritten.pop((hook, key), None)  # what others have answered is asked for again: it waits to be used
+        self._unwritten.pop((hook, key), None)  # only these answers: others in there are still to be used
         for table in self._tables.values():
             table.changed.clear()
 
@@ -333,7 +334,7 @@ class Chain:
         """An algorithm's state without its tables, and the rows of these that have changed."""
         tables = {attribute: value for attribute, value in state.items() if isinstance(value, Table)}
         for attribute, table in tables.items():
-            # The rows of the one before would stay in the ledger: only a table itself knows what was taken out of it.
+            # The rows of the earlier Table would stay in the ledger: only that Table knows which keys to delete.
             if self._tables.setdefault((name, attribute), table) is not table:
                 raise ValueError(f"{attribute} is another Table than before: empty that one instead")
             for key in table.changed:
@@ -348,14 +349,14 @@ class Chain:
         return _pack(whole), rows
 
     def _learn(self, hook: str, *args: Any, key: Hashable, read: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Answers of all algorithms. Where a full disk refuses what they have learnt, the same comes again: each is
-        asked once."""
+        """Answers of all algorithms. Each is asked once: if a full disk refuses what they learned, the same call comes
+        again, and must not count the same result twice."""
         if (hook, key) not in self._unwritten:
             self._unwritten[hook, key] = [self._ask(name, hook, *args, read=read) for name in self.by_name]
         return self._unwritten[hook, key]
 
     def _ask(self, name: str, hook: str, *args: Any, read: Callable[[Any], Any] | None = None) -> Any:
-        """An algorithm's answer, read so that it can be used."""
+        """An algorithm's answer, checked and converted by `read`."""
         if self._failure:
             raise AlgorithmError(self._failure)
         try:
@@ -369,7 +370,7 @@ class Chain:
 
 
 def _states(written: Iterable[StateRow]) -> dict[str, dict[str, Any]]:
-    """States by algorithm, from the rows that they were written down as."""
+    """States by algorithm, put together from their rows in the ledger."""
     states: dict[str, dict[str, Any]] = {}
     tables: dict[tuple[str, str], dict[Any, Any]] = {}
     for name, attribute, key, value in written:
@@ -386,7 +387,7 @@ def _pack(state: Any) -> bytes:
     """The state as bytes that can be read again.
 
     Raises:
-        TypeError: there are none.
+        TypeError: it holds something that msgpack cannot write, or would not read back.
     """
     try:
         if (key := _unreadable_key(state)) is not None:
@@ -415,7 +416,7 @@ def _unreadable_key(state: Any) -> Any:
 
 
 def _yes_or_no(answer: Any) -> bool:
-    if not isinstance(answer, bool | np.bool_):  # None, above all: a return was forgotten, and nothing would be played
+    if not isinstance(answer, bool | np.bool_):  # None, above all: a forgotten return would play or keep nothing
         raise TypeError(f"it answers {answer!r}: give True or False")
     return bool(answer)
 

@@ -54,9 +54,9 @@ def credit_batch(
 ) -> CreditedBatch:
     """Reward and credit the groups of a batch in one call, and lay their turns out as token rows.
 
-    One call for all of them, because some estimators take statistics over the batch (REINFORCE++). Trajectories
-    without `has_rows` count in the statistics alone; by default all have rows. `with_parts`: the credits have the parts
-    of their advantages, for people.
+    One call for all groups, because some estimators take statistics over the batch (REINFORCE++). `has_rows`, one flag
+    per trajectory: those without rows only count in the statistics; by default all have rows. `with_parts`: the credits
+    have the parts of their advantages, for transcripts.
     """
     scores, parts = trajectory_scores(groups, components)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -67,7 +67,7 @@ def credit_batch(
     bounds = np.cumsum([0, *(len(trajectory.turns) for trajectory in trajectories)])
     rows, credits, with_signal = [], [], set()
     for index, trajectory in enumerate(trajectories):
-        of_turns = slice(bounds[index], bounds[index + 1])  # in the table, which pads at its end
+        of_turns = slice(bounds[index], bounds[index + 1])  # its turns in the table, whose padding is at the end
         if has_rows is None or has_rows[index]:
             rows += token_rows(trajectory, advantages[of_turns])
             if (np.abs(advantages[of_turns]) > ROUNDING).any():
@@ -97,11 +97,11 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
     A turn whose prompt begins with exactly the tokens of the row so far extends that row (append mode);
     any other starts a new one (window mode).
     """
-    rows: list[list[tuple[np.ndarray, ...]]] = []  # each of parts with the columns of a row
+    rows: list[list[tuple[np.ndarray, ...]]] = []  # per row its parts, each a tuple of the row's columns
     known = np.zeros(0, np.int32)  # tokens of the newest row
     for turn, advantage in zip(trajectory.turns, advantages, strict=True):
-        # Token by token, not text by text: a reply may be tokenized otherwise when it stands in the next prompt, and
-        # log-probs of other tokens would be trained on.
+        # Compared as tokens, not as text: a reply may be tokenized otherwise as part of the next prompt, and log-probs
+        # would then belong to other tokens.
         if not rows or not np.array_equal(turn.prompt_ids[: len(known)], known):
             rows.append([])
             known = known[:0]
@@ -119,7 +119,7 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
                 turn.token_versions,
             )
         )
-    # Of all rows of the trajectory: losses that average over trajectories divide each row by it.
+    # Summed over all rows of the trajectory: losses that average over trajectories divide each row by it.
     sampled_tokens = sum(len(turn.sampled_ids) for turn in trajectory.turns)
     row = partial(TokenRow, trajectory_tokens=sampled_tokens, trajectory_id=trajectory.trajectory_id)
     made: list[TokenRow] = []
@@ -132,18 +132,18 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
 # -------------------------------------------------------------------------------------------------------------- batches
 
 _LONGEST_REASON = 500  # characters
-_PATIENCE = 1 / 3  # of the time that a batch takes, for groups that no later one may have
-_TIMED = 8  # newest batches, whose median that time is: a pause in between says nothing
+_PATIENCE = 1 / 3  # share of a batch's time for which it waits for groups that no later batch may have
+_TIMED = 8  # newest batches: their median is a batch's time, so that one pause does not count
 
 
 @dataclass(slots=True, eq=False)
 class _Pace:
-    """Times of a policy's batches, by the clock; None where there is no such time."""
+    """Times of a policy's batches, in seconds of the clock; None where there is no such time."""
 
     made_s: float | None = None  # the newest batch was made
     possible_s: float | None = None  # the next one could first have been made
     waits_until_s: float | None = None  # it waits for older groups until then
-    # Between batches, waits included: T = work + T / 3, so that waiting adds half of the work at most.
+    # Between batches, waits included: at most T = work + T / 3, so that waiting adds half of the work at most.
     intervals_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED))
 
 
@@ -165,10 +165,10 @@ class Uncreditable:
 class Batches:
     """Batches: what each trainer trains on next, and how far it is.
 
-    Staleness is bounded a second time here, after `Leases`: a group with an older token than may be is dropped and
-    counted, and another task is opened in its place. So that few are, a batch does not take a younger group, which the
-    next one may have, while one is played that no later batch may have; but it waits for those no longer than
-    `_PATIENCE` of the time that batches take: their workers may be slow, or dead.
+    Staleness is bounded a second time here, after `Leases`: a group with too old a token is dropped and counted, and
+    another task is opened in its place. To keep these few, a batch does not take a younger group, which the next batch
+    may still have, while a group is being played that no later batch may have. It waits for such a group no longer than
+    `_PATIENCE` of the time that a batch takes: its workers may be slow, or dead.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Batches:
             return None
         dropped = self._ledger.count_dropped(policy) - dropped_before
         groups = [self._ledger.group(group_id, policy) for group_id in group_ids]
-        newest = step == self._ledger.batches_made(policy) - 1  # a late copy may ask for one of before
+        newest = step == self._ledger.batches_made(policy) - 1  # a late copy may ask for an earlier one
         if newest and self._logged.get(policy) != step:
             self._log(policy, step, groups)
         return Assigned(groups, dropped)
@@ -239,23 +239,23 @@ class Batches:
         return chosen, dropped
 
     def patience_s(self, policies: Collection[str]) -> float:
-        """Seconds until one of these policies' batches waits no longer for older groups; infinite if none does."""
+        """Seconds until the first of these policies' batches stops waiting for older groups; infinite if none waits."""
         waits = [self._pace[policy].waits_until_s for policy in policies]
         until_s = min((until_s for until_s in waits if until_s is not None), default=math.inf)
         return max(until_s - self._clock(), 0.0)
 
     def _takes_younger(self, policy: str, oldest: int, chosen: Sequence[str], ready: Sequence[PolicyGroup]) -> bool:
-        """True if these groups have younger ones among them in the place of some that are still played, with tokens of
-        the version `oldest`. An order that leaves out old groups that are ready would leave out those, too."""
+        """True if the chosen groups include younger ones while groups with tokens of version `oldest` are still played.
+        Not if ready groups of that age are left out: such an order would leave out those still played, too."""
         known = set(chosen)
         younger = any(group.oldest_version > oldest for group in ready if group.group_id in known)
         left_out = any(group.oldest_version == oldest for group in ready if group.group_id not in known)
         return younger and not left_out and self._ledger.count_open(policy, oldest) > 0
 
     def _log(self, policy: str, step: int, groups: Sequence[Group]) -> None:
-        """Write down what a batch is made of, and what has come to nothing so far."""
+        """Log what a batch is made of, and what has failed or been dropped so far."""
         self.trained_ages[policy] = _token_ages(groups, step)
-        counts, tasks = self._ledger.counts(), self._ledger.count_groups()  # how far the order is: see `_behind_lost`
+        counts, tasks = self._ledger.counts(), self._ledger.count_groups()  # tasks: needed by `_behind_lost`
         note_opened(self._policies[policy].checkpoints, tasks)
         self._metrics.write(
             "batch",
@@ -310,7 +310,7 @@ class Batches:
         """The rows of a batch as `credit` makes them, or why there can be none.
 
         Raises:
-            Exception: it fails because of the machine or of an algorithm, or of no group of it.
+            Exception: credit fails because of the machine or of an algorithm, or fails for no group of it alone.
         """
         try:
             return self.credit(policy, step, groups)
@@ -340,7 +340,7 @@ class Batches:
         return reasons
 
     def quarantine(self, policy: str, step: int, reasons: Mapping[str, str]) -> list[str]:
-        """Put the groups of the policy's batch `step` aside that hold these trajectories; the batch is made anew, and
+        """Put aside the groups of the policy's batch `step` that hold these trajectories; the batch is made anew, and
         other tasks are played in their place. Returns the groups.
 
         Raises:
@@ -351,18 +351,18 @@ class Batches:
             of_group = {name: reason for name, reason in reasons.items() if name.startswith(f"{group_id}/")}
             logging.warning("%s, step %d: group %s is put aside: %s", policy, step, group_id, of_group)
         if groups:
-            self._logged.pop(policy, None)  # what the new batch is made of is another line
+            self._logged.pop(policy, None)  # the batch that is made anew gets a line of its own
         return groups
 
     # ---------------------------------------------------------------------------------------- trainers and their epochs
 
     def claim(self, trainer: str, versions: Mapping[str, int], after: int) -> tuple[bool, int]:
-        """Make `trainer` the one of these policies, from these versions on: see `Ledger.claim`."""
+        """Make `trainer` the trainer of these policies, from these versions on: see `Ledger.claim`."""
         lost = {policy: version - self._ledger.batches_made(policy) for policy, version in versions.items()}
         position = self._behind_lost(lost) if max(lost.values()) > 0 else 0
         epochs = {self._ledger.epoch(policy) for policy in versions}
         claimed, epoch = self._ledger.claim(trainer, versions, after, position=position)
-        # The ledger's word, also where it is lower: a trainer that went back has lost what it had committed since.
+        # As the ledger has it, also where that is lower: a trainer that went back has lost its later commits.
         for policy, committed in self._ledger.committed_versions().items():
             if policy in self._policies:
                 self._policies[policy].committed = committed
@@ -372,11 +372,11 @@ class Batches:
         return claimed, epoch
 
     def _behind_lost(self, lost: Mapping[str, int]) -> int:
-        """A position in the order of tasks behind every task that these many lost batches may hold.
+        """Position in the order of tasks behind every task that lost batches may hold; `lost` counts these by policy.
 
-        That is behind the last task that the log, the ledger or the note beside the checkpoints knows of, and behind as
-        many more as may have been opened after it where there is no such note and none was dropped: the lost batches,
-        the one in the making, and `max_staleness` ahead.
+        It is behind the last task that the log, the ledger or the note beside the checkpoints knows of, and behind as
+        many more as may have been opened after it if there is no such note and none was dropped: those of the lost
+        batches, of the next one, and of `max_staleness` batches ahead.
         """
         known = max(
             (line.get("tasks", 0) for line in read_metrics(self._run_dir) if line["kind"] == "batch"), default=0
@@ -403,7 +403,7 @@ class Batches:
                 raise Superseded(f"{problem}. A policy has one trainer: end this one, or start it anew")
 
     def commit(self, policy: str, version: int) -> None:
-        """Note that the policy's trainer has committed a checkpoint of `version`, and forget what none needs again."""
+        """Note that the policy's trainer has committed a checkpoint of `version`; forget batches that none needs."""
         state = self._policies[policy]
         if version > state.committed:
             self._algorithms.published(policy, version)
@@ -424,8 +424,8 @@ def select(
     groups: int,
     max_staleness: int,
 ) -> Selection:
-    """The groups of batch `step`, and those that no batch may have: too old, or of a version that its trainer has lost
-    and will make anew."""
+    """The groups of batch `step` or None, and those that no batch may have: too old, or played with a version that its
+    trainer has lost and will make anew."""
     known = [group for group in ready if group.newest_version <= step]
     fresh = [group for group in known if step - group.oldest_version <= max_staleness]
     dropped = {
@@ -441,9 +441,9 @@ def _candidates(policy_groups: Sequence[PolicyGroup], step: int) -> list[Candida
 
 
 def _token_ages(groups: Sequence[Group], step: int) -> dict[str, int]:
-    """Sampled tokens by their age in versions, where version `step` trains on them."""
+    """Number of sampled tokens by staleness in versions, when batch `step` trains on them."""
     turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
-    # All at once: counted one by one they took 5 % of the dataflow's time with 8k tokens a trajectory.
+    # In one call of numpy: counted one by one they took 5 % of the dataflow's time with 8k tokens a trajectory.
     versions = np.concatenate([np.zeros(0, np.int32), *(turn.token_versions for turn in turns)])
     ages, tokens = np.unique(step - versions, return_counts=True)
     return {str(age): count for age, count in zip(ages.tolist(), tokens.tolist(), strict=True)}

@@ -1,11 +1,10 @@
 """The data algorithms that a config names: curricula of tasks, filters of groups, the order of batches, and replay.
 
-Curricula play tasks or pass over them by how earlier plays went. What is learned about a task is kept for each policy
-apart: no policy's results stand for another's. A task is played when any of the policies that have spoken in it has a
-use for it.
+Curricula play a task or pass over it, by how its earlier plays went. They keep the results of each policy apart, and
+play a task if it is useful to any of the policies that have played in it.
 
-Without an order of its own a batch takes groups in the order of tasks. Orders are of the groups never trained on; what
-a replay before them has put in front stays there.
+Without an order of the config's a batch takes groups in the order of tasks. An order sorts only groups never trained
+on; groups that a replay before it in the chain has put in front stay there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +24,8 @@ class SkipSolved(Algorithm):
     """Passes over tasks that are solved nearly always.
 
     Each task keeps a moving average s <- decay * s + (1 - decay) * share of rewards above `solved_above`, from 0, and
-    is played while s < threshold. AstraFlow's solved-task filter (arXiv 2605.15565), but for `solved_above`: it is 0
-    there, of rewards without a part for the format, which a wrong answer may have.
+    is played while s < threshold. AstraFlow's solved-task filter (arXiv 2605.15565), except for `solved_above`: it is 0
+    there, where rewards have no part for the format, which a wrong answer can earn.
     """
 
     def __init__(self, *, seed: int, decay: float = 0.9, threshold: float = 0.95, solved_above: float = 0.5):
@@ -38,7 +37,7 @@ class SkipSolved(Algorithm):
     def choose(self, task: Task, position: int) -> bool:
         del position
         averages = self._averages.get(task_name(task))
-        return not averages or min(averages.values()) < self._threshold
+        return not averages or min(averages.values()) < self._threshold  # some policy does not solve it yet
 
     def keep(self, result: Result) -> bool:
         name = task_name(result.task)
@@ -60,8 +59,8 @@ class Difficulty(Algorithm):
 
     With p a task's moving average of the share of rewards above `solved_above` (weight `rate` for the newest), the task
     is played with probability max(floor, 1 - |p - target| / max(target, 1 - target)); one never seen is always played.
-    A smooth form of the window of balanced online difficulty filtering (arXiv 2504.03380), which is widest in
-    information at a success rate of one half, since the variance of outcomes p (1 - p) is.
+    A smooth form of the window of balanced online difficulty filtering (arXiv 2504.03380): a group says most at a
+    success rate of one half, where the variance p (1 - p) of its outcomes is largest.
     """
 
     def __init__(
@@ -76,6 +75,7 @@ class Difficulty(Algorithm):
         averages = self._averages.get(task_name(task))
         if not averages:
             return True
+        # Distance from the target, of the policy that is nearest to it, as a share of the largest that there can be.
         off = min(abs(average - self._target) for average in averages.values()) / max(self._target, 1 - self._target)
         return share_of(self._seed, "difficulty", position) < max(self._floor, 1 - off)
 
@@ -101,9 +101,9 @@ class Greso(Algorithm):
     `easy_above`; hard: not). It is played with probability max(p_kind ** z, floor_kind). After each `window` groups,
     p_kind falls by `step` where the share of groups of that kind is at least its target, else rises by it; p stays
     within [0.01, 0.99]. Groups of tasks played for the first time, which nothing could have passed over, do not count
-    in that share, as in the first epoch of the authors' program. The floors are AstraFlow's. The paper's third part,
-    batches of rollouts as large as the share that is kept makes needful, is what `flowjax.dataflow.leases` opens. A
-    group of one, the others of which failed, says nothing of its task.
+    in that share, as in the first pass over the data of the authors' program. The floors are AstraFlow's. The paper's
+    third part, a rollout batch whose size follows the share that is kept, is in `flowjax.dataflow.leases`. A group of
+    which all trajectories but one failed is ignored: one reward cannot show whether rewards differ.
     """
 
     least_group_size = 2
@@ -174,7 +174,7 @@ class Greso(Algorithm):
             return
         chances = self._chances[policy]
         for name, target in self._targets.items():
-            down = counts[name] / counts["all"] >= target
+            down = counts[name] / counts["all"] >= target  # too many such groups were played: pass over more
             chances[name] = float(np.clip(chances[name] + (-self._step if down else self._step), 0.01, 0.99))
         del self._counts[policy]
 
@@ -205,8 +205,8 @@ def _check_shares(**options: float) -> None:
 
 
 class DynamicSampling(Algorithm):
-    """Only groups whose rewards differ: in the others no outcome is better than another, so that their advantages are
-    zero under every estimator that compares outcomes alone (GRPO, RLOO and their kin).
+    """Keeps only groups whose rewards differ: in the others no outcome is better than another, so that their advantages
+    are zero under every estimator that compares outcomes alone (GRPO, RLOO and the like).
 
     A group left out is replaced by another task, so that batches stay full, at the price of more rollouts: the
     constraint 0 < right answers < group size of DAPO (arXiv 2503.14476), eq. 11, for any reward. `accept_share` lets
@@ -269,16 +269,16 @@ class OverlongFilter(Algorithm):
 
 
 class Deduplicate(Algorithm):
-    """Plays a content under one name: tasks of another name or source with the same content are passed over.
+    """Plays each content under one name: tasks of another name or source with the same content are passed over.
 
-    A task's content is what its payload says in `fields`, or all of its payload; where it has none, its seed and
-    source. The name that was played first is played again in later epochs; with `once` nothing is.
+    A task's content is its payload's `fields`, or all of its payload; without a payload, its seed and source. The name
+    that was played first is played again in later passes over the tasks; with `once` no content is played twice.
     """
 
     def __init__(self, *, seed: int, fields: Sequence[str] = (), once: bool = False):
         del seed
         self._fields, self._once = tuple(fields), once
-        self._played: Table[int, int] = Table()  # content -> name of the task
+        self._played: Table[int, int] = Table()  # hash of the content -> hash of the task's name
 
     def choose(self, task: Task, position: int) -> bool:
         del position
@@ -316,7 +316,8 @@ class EarliestDeadline(Algorithm):
 
 
 class FirstInFirstOut(Algorithm):
-    """The group that came in first first, whatever its age: long episodes come in late and grow old waiting."""
+    """The group that was complete first comes first, whatever its age: groups of long episodes come in late, then wait
+    behind the others and grow older."""
 
     def __init__(self, *, seed: int):
         del seed
@@ -327,7 +328,7 @@ class FirstInFirstOut(Algorithm):
 
 
 class LastInFirstOut(Algorithm):
-    """The group that came in last first: the youngest tokens, at the price of dropping more old ones."""
+    """The group that was complete last comes first: young tokens, at the price of dropping more old groups."""
 
     def __init__(self, *, seed: int):
         del seed
@@ -343,7 +344,7 @@ class Replay(Algorithm):
     Replayed tokens keep the log-probabilities of the version that sampled them, so that the objective's importance
     ratio accounts for their age. config.dataflow.max_staleness bounds fresh groups only; replayed ones may lag
     `max_age_versions`. Where there are too few, fresh groups fill the batch. AstraFlow's replay (arXiv 2605.15565),
-    with a bound on age and on use, which that has not.
+    with bounds on age and on the number of uses, which AstraFlow does not have.
     """
 
     def __init__(self, *, seed: int, ratio: float = 0.25, times: int = 1, max_age_versions: int = 4):

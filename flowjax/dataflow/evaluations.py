@@ -54,12 +54,13 @@ class Evaluations:
         self._started_s: dict[str, float] = {}
         self._writing: asyncio.Task[None] | None = None
         self._written: asyncio.Task[None] | None = None  # the newest try that has ended, well or not
-        self._count = min(config.eval.tasks, len(tasks)) if config.eval.tasks else 0  # a source repeats beyond its end
+        # No further than its end: beyond it, a source repeats its tasks.
+        self._count = min(config.eval.tasks, len(tasks)) if config.eval.tasks else 0
         self.read_ledger()
 
     def read_ledger(self) -> None:
         """Note which evaluations there are; a trainer that has gone back to an earlier version undoes some."""
-        self.give_up_writing()  # of what may be undone now, and be played again under the same name
+        self.give_up_writing()  # an evaluation may be undone now, and be played again under the same name
         self._all = self._ledger.evaluations()  # versions by name
         closed = self._ledger.evaluations("closed").keys()
         self._unwritten = {name: self._all[name] for name in self._all.keys() - closed}
@@ -69,7 +70,7 @@ class Evaluations:
         return [versions[policy] for versions in self._under_way().values()]
 
     def unwritten(self) -> Mapping[str, Mapping[str, int]]:
-        """Versions of each evaluation that is under way, by its name; of some that are just over, too."""
+        """Versions of each evaluation whose line is not written, by its name: under way, or just over."""
         return self._unwritten
 
     def _under_way(self) -> dict[str, Mapping[str, int]]:
@@ -103,8 +104,8 @@ class Evaluations:
 
     @functools.cached_property
     def _held_out(self) -> list[Task]:
-        """The tasks, which are the same in every evaluation: a world may take milliseconds to make each, while nobody
-        gets a lease."""
+        """The tasks of every evaluation, made once: a world may take milliseconds for each, and the event loop gives no
+        leases meanwhile."""
         return [task_at(self._tasks, index) for index in range(self._count)]
 
     def _due(self, versions: Mapping[str, int]) -> bool:
@@ -128,7 +129,7 @@ class Evaluations:
 
     @property
     def finished(self) -> bool:
-        """True when all that there will be are in, and their lines written."""
+        """True when the run's last evaluation has been played, and the lines of all of them are written."""
         if self._unwritten:
             return False
         return not self._config.eval.tasks or self._last_versions() in self._all.values()
@@ -137,10 +138,10 @@ class Evaluations:
         return {name: policy.settings.trainer.steps for name, policy in self._policies.items()}
 
     def start_writing(self) -> None:
-        """Have the line of each evaluation written whose episodes have all ended, while the event loop goes on.
+        """Start to write the line of each evaluation whose episodes have all ended, while the event loop goes on.
 
         Raises:
-            Exception: what the last try failed of; it is tried again.
+            Exception: the last try failed with it; another one is under way.
         """
         if self._writing is not None and self._writing.done():
             self._written, self._writing = self._writing, None
@@ -150,10 +151,10 @@ class Evaluations:
             self._written.result()
 
     def give_up_writing(self) -> None:
-        """Write no line that is being made. The ledger keeps what is over: it is written when that is asked for."""
+        """Cancel the writing of lines. The ledger keeps evaluations that are over: `start_writing` writes them anew."""
         if self._writing is not None:
             self._writing.cancel()
-        self._writing = self._written = None  # nor need what failed be tried again
+        self._writing = self._written = None  # a failure of the last try is forgotten, too
 
     async def write_finished(self) -> None:
         """Write the line of each evaluation whose episodes have all ended, one after another."""
@@ -162,9 +163,10 @@ class Evaluations:
             try:
                 line = await asyncio.to_thread(self._keep, name, given_up)
             finally:
-                given_up.set()  # a thread goes on when nobody waits for it any more
-            # Without a pause, so that nobody finds half of it; who dies before the second of them writes both again.
-            # Files and line are on the disk by then: after a power cut the ledger's word for them is true.
+                given_up.set()  # cancellation does not end a thread: this does (`_EpisodesOnDisk`)
+            # No await between these, so that no other task sees half of it; a process that dies before the second one
+            # writes the line again. Files and line are on the disk before the ledger says so: also a power failure
+            # leaves that true.
             self._metrics.write("eval", **self._about(name), **line)
             self._ledger.close_evaluation(name)
             del self._unwritten[name]
@@ -174,7 +176,7 @@ class Evaluations:
         return sorted(self._unwritten.keys() - self._under_way().keys()) if self._unwritten else []
 
     def _about(self, name: str) -> dict[str, Any]:
-        """Fields of its line that no episode says."""
+        """Fields of an evaluation's line that do not come from its episodes."""
         versions = self._unwritten[name]
         step = self._step(versions)
         return {
@@ -183,13 +185,13 @@ class Evaluations:
             "versions": dict(versions),
             "asked": self._config.eval.tasks,
             "samples": self._config.eval.samples,
-            # Of one that a process before this one has opened nobody knows.
+            # Unknown if an earlier process opened the evaluation.
             **({"seconds": self._clock() - self._started_s[name]} if name in self._started_s else {}),
         }
 
     def _keep(self, name: str, given_up: threading.Event) -> dict[str, Any]:
-        """Keep the episodes of an evaluation. Returns what its line says of them. Runs in a thread: of large episodes
-        it takes minutes."""
+        """Keep the episodes of an evaluation, and return the fields of its line that come from them. Runs in a thread:
+        with large episodes it takes minutes."""
         components = {policy: of.settings.reward.components.to_dict() for policy, of in self._policies.items()}
         with contextlib.closing(EpisodeReader(self._ledger.path)) as reader:
             played = _EpisodesOnDisk(reader, reader.evaluated(name), given_up)
@@ -202,7 +204,7 @@ class Evaluations:
             except Exception as error:
                 if is_machine_fault(error):
                     raise
-                # Of what nobody can reward the rest is worth keeping, and the run is to go on.
+                # The rest of the result is worth keeping without rewards, and the run has to go on.
                 unrewarded = f"no reward can be given: {type(error).__name__}: {error}"[:_LONGEST_REASON]
                 kept = keep({})
         by_task: dict[str, list[Episode]] = {}
@@ -249,8 +251,8 @@ class _EpisodesOnDisk(Sequence[tuple[Task, Episode]]):
 class KeptEvaluation:
     """An evaluation as it was kept.
 
-    episodes: as they are kept.
-    played: the same episodes as they were played, but for their tokens.
+    episodes: as they are written to `held_out/`.
+    played: the same episodes as they were played, with all tokens set to zero.
     rewards: of each trajectory, by policy and id.
     """
 
@@ -292,7 +294,8 @@ def keep_evaluation(
 
 
 def _without_tokens(episode: Episode) -> Episode:
-    """The episode with as many tokens in each turn, all of them zero and in the memory of one."""
+    """The episode with the same number of tokens in each turn, all zero. Each array is one value broadcast to its
+    length, so that it takes no memory; lengths are all that evaluations use."""
 
     def blank(turn: Turn) -> Turn:
         prompt, sampled = (np.broadcast_to(np.int32(0), len(ids)) for ids in (turn.prompt_ids, turn.sampled_ids))
@@ -304,7 +307,7 @@ def _without_tokens(episode: Episode) -> Episode:
 
 
 def _credits(policy: str, played: Sequence[tuple[Task, Episode]], components: Components) -> dict[str, Credit]:
-    """Reward of each trajectory of a policy, by its id; all in one call, which compiles once."""
+    """Reward of each trajectory of a policy, by its id; all in one jitted call, which compiles once."""
     groups = [
         Group("evaluation", task, parts) for task, episode in played if (parts := trajectories_of([episode], policy))
     ]
@@ -344,9 +347,9 @@ def _held_out_episode(task: Task, episode: Episode, rewards: _Rewards) -> HeldOu
 def _of_policy(
     policy: str, by_task: Iterable[Sequence[Episode]], rewards: Mapping[str, float] | None
 ) -> dict[str, Any]:
-    """Results of a policy over the episodes of each task, tasks weighing alike: success and, where there is one, reward
-    with their 95 % intervals over tasks, the latter by the normal approximation and of two tasks or more, and the means
-    of its outcomes."""
+    """Results of a policy over the episodes of each task, every task with the same weight: success with its 95 %
+    interval over tasks (Wilson); reward, where there is one, with its interval (normal approximation, from two tasks
+    on); and the means of its outcomes."""
     groups = [parts for episodes in by_task if (parts := trajectories_of(episodes, policy))]
     if not groups:
         return {"trajectories": 0}
@@ -382,12 +385,13 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _mean_of_tasks(by_task: Sequence[Sequence[_P]], value: Callable[[_P], float]) -> float:
-    """Mean of the tasks' means: a task weighs as one, however many samples or draws of it were played."""
+    """Mean of the tasks' means: a task has the weight of one, however many samples or draws of it were played."""
     return _mean(_mean(map(value, samples)) for samples in by_task)
 
 
 def _success(by_task: Sequence[Sequence[_P]]) -> tuple[float, float, float]:
-    """Share of successes, and its 95 % interval as of so many observations as there are tasks."""
+    """Mean success over the tasks, and its 95 % interval with the number of tasks as sample size: samples of one task
+    are not independent observations."""
     share = _mean_of_tasks(by_task, _solved)
     return share, *wilson(share * len(by_task), len(by_task))
 

@@ -5,12 +5,13 @@
     GET /files/bases/<base>/<path>                   one of them; a part of it by the header Range
     GET /files/weights?known=<mark>&hold_s=<seconds> {policies: {policy: {step: identity}}, pinned: {policy: [step]},
                                                      mark}: versions that may be needed, and those of evaluations. With
-                                                     the mark of an earlier answer once they are others, or later
+                                                     `known`, the mark of an earlier answer: held back until they
+                                                     change, or until hold_s is over
     GET /files/weights/<policy>/<step>?base=<key>&node=<name>
                                                      {pack: [name, bytes, digest], base: key}: a version as engines are
-                                                     given it, packed (`flowjax.weights.delta`) against the base where
-                                                     that is still here, else whole, which base "" says. Of whoever
-                                                     names itself the base stays here as long as it asks
+                                                     given it, packed (`flowjax.weights.delta`) against the base if
+                                                     that is still here, else whole, with base "". The base of a node
+                                                     that gives its name is kept here as long as the node asks
     GET /files/packs/<name>                          the packed version; a part of it by the header Range
 
 A step that is made anew, because its trainer has gone back, has another identity; a key is `<step>.<identity>`. Digests
@@ -38,14 +39,14 @@ from flowjax.run import Run
 from flowjax.weights.delta import pack_folder
 from flowjax.weights.publish import CheckpointError, commit_of, newest_first
 
-PACKED = "packed"  # folder of the run with versions on their way
-KEPT = 3  # newest versions of a policy there, needed or not
-_BASES = 3  # older ones there that nodes are at: whole versions over a slow line would leave them ever further behind
-_HEARD_S = 600.0  # that a node may be silent until what it is at is deleted
+PACKED = "packed"  # folder of the run with versions that are sent to nodes
+KEPT = 3  # newest versions of a policy that stay there, needed or not
+_BASES = 3  # older ones that stay because a slow node has them: without a delta it would fall ever further behind
+_HEARD_S = 600.0  # silence of a node after which the version that it has is deleted
 _LONGEST = 20  # digits of a step
 _LONGEST_NAME = 100  # characters
-_LISTED_S, _LOOK_S = 0.1, 0.4  # how old the list of versions may be for who waits for others, who looks so often
-_HELD_S = 20.0  # so long an answer is held back at most: nodes hang up after half a minute of silence
+_LISTED_S, _LOOK_S = 0.1, 0.4  # age of a list of versions that waiting nodes may share; time between their looks
+_HELD_S = 20.0  # longest that an answer is held back: nodes hang up after half a minute of silence
 FileList = list[tuple[str, int, str]]
 
 
@@ -55,8 +56,8 @@ class RunFiles:
     Args:
         run: whose files these are.
         oldest_needed: the oldest version of a policy that a worker may still be asked for.
-        pinned: versions of a policy that an evaluation under way needs. One that was packed can be had until that is
-            over, also when its checkpoint is deleted.
+        pinned: versions of a policy that an evaluation under way needs. One that was packed stays available until the
+            evaluation is over, even if its checkpoint is deleted.
     """
 
     def __init__(self, run: Run, oldest_needed: Callable[[str], int], pinned: Callable[[str], Collection[int]]):
@@ -65,10 +66,10 @@ class RunFiles:
         self._digests: dict[Path, str] = {}  # of packs
         self._base_files: dict[tuple[Path, str], FileList] = {}
         self._making: dict[Hashable, asyncio.Task[Any]] = {}
-        # Keys of the versions that a node is at and on its way to, and when it asked, by policy and the node's name.
+        # Keys of the versions that a node has and is fetching, and when it asked, by policy and the node's name.
         self._nodes: dict[tuple[str, str], tuple[set[str], float]] = {}
         self._busy = asyncio.Lock()  # one folder is read at a time
-        self._said = ""
+        self._said = ""  # the last failure that was logged
         self._newest: dict[str, Any] = {}  # the newest answer about versions, and when it was made
         self._newest_s = -math.inf
         self.stopping = False  # once set, no answer is held back any more
@@ -92,7 +93,7 @@ class RunFiles:
     async def _versions(self, request: web.Request) -> web.Response:
         known, until_s = request.query.get("known"), time.monotonic() + queried_hold_s(request)
         while True:
-            # Many nodes wait for the next version: one look at the disk is for all of them.
+            # Many nodes wait for the next version: one look at the disk serves all of them.
             if known is None or time.monotonic() - self._newest_s > _LISTED_S:
                 self._newest, self._newest_s = self._list_versions(), time.monotonic()
             if self._newest["mark"] != known or time.monotonic() >= until_s or self.stopping:
@@ -111,12 +112,12 @@ class RunFiles:
         folder = self._run.folder / "checkpoints" / policy
         oldest = min(self._oldest_needed(policy), next(newest_first(folder), 0))
         steps = takewhile(lambda step: step >= oldest, newest_first(folder))
-        # Listed a moment ago, and perhaps thinned out since.
+        # Listed a moment ago, and perhaps deleted since: then it has no commit.
         known = {step: self._commit(policy, step) for step in {*self._pinned(policy), *steps} if step >= oldest}
         return {step: commit for step, commit in sorted(known.items()) if commit is not None}
 
     def _commit(self, policy: str, step: int) -> str | None:
-        """Commit of a version that can be had: of its checkpoint, or else as it was packed for an evaluation."""
+        """Commit of a version that is available, as a checkpoint or as packed for an evaluation; None: it is not."""
         if (commit := commit_of(self._run.folder / "checkpoints" / policy, step)) is not None:
             return commit
         packed = [key.partition(".") for key in self._engine_folders(policy)] if step in self._pinned(policy) else []
@@ -149,21 +150,21 @@ class RunFiles:
         return web.FileResponse(path)
 
     async def _made(self, key: Hashable, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Result of `make`, which runs once for a key, however many nodes ask, and to its end, also where they hang up.
+        """Result of `make`, which runs once for a key, however many nodes ask, and to its end, even if they hang up.
 
         Raises:
-            web.HTTPAccepted: it takes longer than an answer may; who asks again goes on waiting.
+            web.HTTPAccepted: it takes longer than an answer may be held back; a node that asks again waits on.
         """
         if (task := self._making.get(key)) is None:
             task = self._making[key] = asyncio.create_task(make())
             task.add_done_callback(lambda _: self._making.pop(key))
-        await asyncio.wait({task}, timeout=_HELD_S)  # leaves the task alone where its own caller is cancelled
+        await asyncio.wait({task}, timeout=_HELD_S)  # unlike `wait_for`, it never cancels the task
         if not task.done():
             raise web.HTTPAccepted(text="it is being made: ask again")
         return task.result()
 
     def _failure(self, what: str, error: Exception) -> web.HTTPException:
-        """The answer to whoever asked. Logged once: nodes ask again and again."""
+        """Answer of status 500 with the problem, which is logged once: nodes ask again and again."""
         problem = f"{what} ({type(error).__name__}: {error})"
         if problem != self._said:
             logging.error("%s", problem, exc_info=error)
@@ -173,7 +174,7 @@ class RunFiles:
     async def _packed_as(self, policy: str, key: str, base: Path | None) -> dict[str, Any]:
         """The answer about a packed version."""
         async with self._busy:
-            if base is not None and not base.exists():  # deleted for another version's sake, until it was our turn
+            if base is not None and not base.exists():  # deleted while this waited for the lock
                 base = None
             made = await asyncio.to_thread(self._make_pack, policy, key, base)
             await asyncio.to_thread(self._delete_old, policy, self._needed(policy), self._held(policy), key)
@@ -181,7 +182,7 @@ class RunFiles:
             return {"pack": [made.name, made.stat().st_size, self._digests[made]], "base": against}
 
     def _engine_folders(self, policy: str) -> dict[str, Path]:
-        """The versions that are here as engines are given them, by key."""
+        """Folders of the versions that are here in the form that engines load, by key."""
         folders = [path for path in self._packed.glob(f"{policy}@*") if path.is_dir()]
         return {folder.name.partition("@")[2]: folder for folder in folders}
 
@@ -198,7 +199,7 @@ class RunFiles:
         )
 
         self._packed.mkdir(exist_ok=True)
-        folder = self._packed / f"{policy}@{key}"  # of that name no other content can be
+        folder = self._packed / f"{policy}@{key}"  # the key has the commit: this name never gets other content
         if not folder.exists():
             remove_unfinished(self._packed, policy)
             checkpoints = self._run.folder / "checkpoints" / policy
@@ -216,13 +217,13 @@ class RunFiles:
         return made
 
     def _delete_old(self, policy: str, listed: Mapping[int, str], held: Collection[str], asked: str) -> None:
-        """Delete all versions but the newest, those listed or held, and the one asked for; who reads one reads on.
+        """Delete all versions but the newest, those listed or held, and the one asked for. A download of one goes on.
 
-        By number, not by time: for a node that joins the oldest versions are made last, and others need the newest.
+        Newest by number, not by time: for a node that joins, old versions are made last, but others need the newest.
         """
         folders, newest = self._engine_folders(policy), max(listed, default=-1)
         known = sorted((int(step), commit) for step, _, commit in (key.partition(".") for key in folders))
-        # What the trainer has made anew, or has gone back behind, is nobody's base.
+        # A version that the trainer has made anew, or lost by going back, is no base any more.
         valid = [(step, commit) for step, commit in known if step <= newest and listed.get(step, commit) == commit]
         needed = [*valid[-KEPT:], *(version for version in valid if version[0] in listed)]
         needed += [version for version in valid[:-KEPT] if f"{version[0]}.{version[1]}" in held][-_BASES:]
@@ -234,7 +235,7 @@ class RunFiles:
             shutil.rmtree(folders[key], ignore_errors=True)
 
     def _held(self, policy: str) -> set[str]:
-        """Keys of the versions that nodes are at or on their way to."""
+        """Keys of the versions that nodes have or are fetching."""
         now_s = time.monotonic()
         self._nodes = {name: node for name, node in self._nodes.items() if now_s - node[1] < _HEARD_S}
         return {key for (name, _), (keys, _) in self._nodes.items() if name == policy for key in keys}
@@ -246,7 +247,7 @@ class RunFiles:
         folder = Path(self._run.bases[name].model.path)
         if not (folder / "config.json").is_file():
             raise web.HTTPNotFound(text=f"{folder} of base {name} is not on this machine: put the model on the node")
-        identity = str(folder.stat().st_mtime_ns)
+        identity = str(folder.stat().st_mtime_ns)  # hashed anew once files were added to or removed from the folder
         if (folder, identity) not in self._base_files:
             try:
                 await self._made((folder, identity), partial(self._hash_base, folder, identity))
@@ -265,7 +266,7 @@ class RunFiles:
 
 
 def queried_hold_s(request: web.Request) -> float:
-    """Seconds for which a question asks its answer to be held back: what cannot be read is 0."""
+    """Seconds for which a request asks to hold its answer back; 0 if they cannot be read."""
     try:
         asked_s = float(request.query.get("hold_s", 0.0))
     except ValueError:

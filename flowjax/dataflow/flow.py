@@ -22,7 +22,7 @@ from flowjax.run import Run
 
 
 class Flow:
-    """Dataflow of a run, from which the service answers. Four values have a job each, and do not know each other:
+    """Dataflow of a run, from which the service answers. Four objects have a job each, and do not know each other:
 
         leases        tasks out: episodes for workers, groups opened for them
         groups        episodes in: groups that are complete, kept or dropped
@@ -54,13 +54,13 @@ class Flow:
             name: PolicyStatus(
                 run,
                 policy,
-                newest_served=gone_back.get(name, -1),  # a worker that was cut off may serve it yet
+                newest_served=gone_back.get(name, -1),  # a worker that was cut off may still serve it
                 committed=committed.get(name, -1),
                 went_back=name in gone_back,
             )
             for name, policy in run.policies.items()
         }
-        # Models that speak in the run's episodes and are not trained: what they do is part of no group.
+        # Base models that speak for an agent and are not trained: their trajectories are part of no group.
         self.frozen = set(config.agents.values()) - set(run.policies)
         self.bounds = Bounds.of_run(run, vocabulary_sizes(run))
         self.needed_outcomes = {  # by policy, for its reward
@@ -83,7 +83,7 @@ class Flow:
         self.ledger.close()
 
     def newest_version(self, policy: str) -> int:
-        """The newest version that there can be of a policy."""
+        """The newest version of a policy that can exist by now."""
         return self.policies[policy].newest_version(self.ledger.batches_made(policy))
 
     def report_serving(self, policy: str, version: int) -> int:
@@ -95,26 +95,27 @@ class Flow:
     def oldest_needed(self, policy: str) -> int:
         """The policy's oldest version that a worker may still be asked to play."""
         state = self.policies[policy]
-        # After a restart nobody has said yet what is served: a node would fetch every version back to the first.
+        # After a restart no worker has reported yet what is served: with -1 a node would fetch every version there is.
         newest = state.serving if state.serving >= 0 else state.committed
         newest_stale = newest - self.run.config.dataflow.max_staleness
         return min([max(newest_stale, 0), *self.evaluations.pinned(policy)])
 
     def has_lost(self, episode: Episode) -> bool:
-        """True if an episode was played with a version that its trainer has gone back behind, by the word of who played
-        it (`Episode.commits`)."""
+        """True if an episode was played with weights that are lost because their trainer went back, judged by the
+        commits that its worker reports (`Episode.commits`)."""
         return any(
             policy in self.policies and self.policies[policy].lost(commits)
             for policy, commits in episode.commits.items()
         )
 
     def compare(self, policy: str, mismatches: Mapping[str, tuple[float, int]]) -> dict[str, str]:
-        """Note what the trainer's log-probs of a policy's trajectories differ by from those they came with: sum over
-        tokens and their number. Returns the nodes that are to be sent away for it, with why."""
+        """Note the mismatch KL between the trainer's and the engines' log-probs of a policy's trajectories: by
+        trajectory id, the sum of k3 over its tokens and their number. Returns the nodes that are to be sent away for
+        it, with the reason."""
         found, most = self.workers.mismatches, self.run.config.dataflow.max_mismatch_kl
         if not mismatches:
             return {}
-        if self._compared.get(policy) != mismatches:  # no copy of the message before
+        if self._compared.get(policy) != mismatches:  # a copy of the message before it counts once
             workers = self.ledger.workers_of(mismatches)
             found.add(policy, [(worker, *mismatches[name]) for name, worker in workers.items()])
             self._compared[policy] = mismatches

@@ -1,5 +1,5 @@
 """Tasks out, and groups in: which episodes a worker is given to play, which groups are opened for that, and which of
-those that were played the data algorithms keep for the trainers."""
+the played groups the data algorithms keep for the trainers."""
 
 import math
 import time
@@ -18,10 +18,10 @@ from flowjax.run import Run
 
 KINDS: frozenset[Kind] = frozenset({"train", "eval"})
 MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
-_LEAST_KEPT = 0.1  # share of groups that is planned with at least: no more than ten are opened for one that is missing
-_SPREAD = 1.0  # standard deviations by which fewer groups may be kept than expected without a second round
-_LOOK_S = 1.0  # from one look at the leases to the next
-_STALL_S = 3.0  # without a look: more than a busy machine's delay
+_LEAST_KEPT = 0.1  # lowest share of kept groups that is planned with: at most ten are opened for one that is missing
+_SPREAD = 1.0  # standard deviations that fewer groups than expected may be kept without a second round of opening
+_LOOK_S = 1.0  # from one call of `make_up_time` to the next
+_STALL_S = 3.0  # without a call: longer than the delay of a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +41,27 @@ ANYTHING = Capabilities()
 
 
 class Leases:
-    """Gives workers episodes, and opens training's groups as they are asked for. One is opened only while for some
-    policy
+    """Leases episodes to workers, and opens training groups when workers ask for more. A group is opened only while,
+    for some policy,
 
         usable groups < (version + max_staleness + 1 - batches made) * fresh groups per step
 
-    so that it will be trained at most `max_staleness` versions after the `version` that the worker who asks plays it
-    with. Usable are those that are ready, and those under way as far as the data algorithms can be relied on to keep
-    them: n of them count as p n - sqrt(p (1 - p) n (1 + n / m)), where a share p of the m newest was kept. So what a
-    batch lacks is opened at once, divided by the share that is kept, not one round after the other (the adaptive batch
-    of GRESO, arXiv 2506.02177). Where all are kept, n count as n. Groups too old for the next batch are not usable.
+    where `version` is the one that the asking worker plays with, so that the group is trained on at most
+    `max_staleness` versions later. Usable are groups that are ready, and those under way as far as the data algorithms
+    can be relied on to keep them: n of them count as p n - sqrt(p (1 - p) n (1 + n / m)), where a share p of the m
+    newest was kept. So all that a batch lacks, divided by the share that is kept, is opened at once, not one round
+    after another (the adaptive batch of GRESO, arXiv 2506.02177). If all are kept, n count as n. Groups too old for the
+    next batch are not usable.
 
-    No policy waits for another: the groups that a slower one has no use for in time are dropped for it alone. But where
-    all are within a batch of each other, a group is opened when all have room, or when one lacks a whole batch: opened
-    for one alone it would be too old at the others' turn, and as many again would be opened for these. Where one
-    trainer has them all, in turns, a policy of which it still holds a batch can do with what will be opened for all at
-    the others' turn.
+    No policy waits for another: groups that a slower policy cannot use in time are dropped for it alone. But while all
+    policies are within a batch of each other, a group is opened only when all have room, or when one lacks a whole
+    batch: a group opened for one alone would be too old at the others' turn, and as many again would be opened for
+    these. Where one trainer trains them all in turns, a policy of which it still holds a batch also counts the groups
+    that will be opened for all at the others' turn.
 
-    A worker that serves a version more than `max_staleness` behind the newest plays evaluations only, until it has
-    caught up; one that is behind at all is given nothing that was opened for a newer version. One that is much slower
-    than another leaves training to it as long as that one has room.
+    A worker whose version is more than `max_staleness` behind the newest plays evaluations only, until it has caught
+    up; one that is behind at all is given no group that was opened for a newer version. A worker that is much slower
+    than another leaves training to it, as long as that one has room.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Leases:
             leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds, serving)
             while len(leases) < slots and self._open_group(serving):
                 leases += self._ledger.lease(worker, slots - len(leases), "train", playable.worlds, serving)
-        elif may_train:  # a faster worker does not get again what it failed at
+        elif may_train:  # only episodes that another worker failed at: the faster one does not get these again
             free = slots - len(leases)
             leases += self._ledger.lease(worker, free, "train", playable.worlds, serving, tried_by_others=True)
         if "eval" in playable.kinds and len(leases) < slots:
@@ -113,9 +114,9 @@ class Leases:
         return leases
 
     def _evaluation_slots(self, total: int) -> int:
-        """Of a worker's slots, those that an evaluation may take before training does."""
+        """Number of a worker's slots that an evaluation may take before training does."""
         slots = self._config.eval.slots
-        return min(math.ceil(round(slots * total, 6)) if slots < 1 else int(slots), total)  # 0.07 * 100 is over 7
+        return min(math.ceil(round(slots * total, 6)) if slots < 1 else int(slots), total)  # ceil(0.07 * 100) is 8
 
     def _open_group(self, serving: Mapping[str, int]) -> bool:
         """Open the next training task, to be played with these versions, if the staleness bound and the length of the
@@ -145,8 +146,8 @@ class Leases:
         return True
 
     def _choose(self) -> tuple[int, Task, bool]:
-        """Position and task of the next one that every algorithm chooses. After `MOST_PASSED_OVER` that some algorithm
-        refused it is the next one, whatever they say, and the third value is True: forced."""
+        """Position of the next task that every algorithm chooses, that task, and False. After `MOST_PASSED_OVER` tasks
+        that some algorithm refused it is the next one, whatever they say, and the third value is True: forced."""
         start = self._ledger.count_groups()
         for position in range(start, start + MOST_PASSED_OVER):
             task = task_at(self._tasks, position)
@@ -159,26 +160,26 @@ class Leases:
         """True if another group that is played with that version will be trained on before it is too old."""
         trainer, dataflow = policy.settings.trainer, self._config.dataflow
         made = self._ledger.batches_made(policy.name)
-        # A group opened now may be in batches up to version + max_staleness. Batches count from 0: that many plus one,
-        # less those that are made, are still to be filled.
+        # A group opened now may be in batches up to version + max_staleness. Batches count from 0, so these are that
+        # many plus one; those that are made need no groups any more.
         ahead = min(version + dataflow.max_staleness + 1, trainer.steps) - made
         groups = trainer.groups_per_step
         admitted = ahead * fresh_groups(groups, self._algorithms.fresh_share)
-        if made <= policy.serving and ahead > 0:  # the trainer waits: there may be less to replay than is asked for
+        if made <= policy.serving and ahead > 0:  # the trainer waits: fresh groups fill in for too few to replay
             admitted = max(admitted, groups - self._count_replayed(policy.name, made, groups))
         if dataflow.max_ready_groups:
             admitted = min(admitted, policy.most_ready)
         return self._usable(policy, made) < admitted
 
     def _can_wait(self, admitting: Sequence[PolicyStatus], learning: Sequence[PolicyStatus]) -> bool:
-        """True where all policies are within a batch of each other, and those that have room have a whole batch, with
-        what will be opened for all at the others' turn."""
+        """True if a new group can wait until all policies have room: all are within a batch of each other, and each of
+        those that have room now has a whole batch, counting what will be opened for all at the others' turn."""
         made = {policy.name: self._ledger.batches_made(policy.name) for policy in learning}
         if max(made.values()) - min(made.values()) > 1:
             return False
         share = self._algorithms.fresh_share
         needed = {policy.name: fresh_groups(policy.settings.trainer.groups_per_step, share) for policy in learning}
-        # Groups that will be opened for all, at the least, at the others' turn; none where one of them has no more.
+        # The least number of groups that will be opened for all at the others' turn; 0 if one of these is at its end.
         to_come = 0
         if not self._config.separate_trainers:
             others = [policy for policy in learning if policy not in admitting]
@@ -196,7 +197,7 @@ class Leases:
         return ready + self._kept_of(policy.name, under_way)
 
     def _count_replayed(self, policy: str, step: int, groups: int) -> int:
-        """Groups of batch `step` that would be ones which were trained on before."""
+        """Number of groups in batch `step` that would be replayed ones."""
         if self._algorithms.fresh_share == 1:
             return 0
         used = [
@@ -209,17 +210,19 @@ class Leases:
         """Number of these groups that are nearly sure to be kept: the expected one less `_SPREAD` deviations."""
         share, known = self._ledger.keep_share(policy)
         share = max(share, _LEAST_KEPT)
-        variance = share * (1 - share) * groups * (1 + groups / known)  # of the groups, and of the share itself
+        # Binomial variance p (1 - p) n of the number kept; times 1 + n / m, because p itself is measured over m groups.
+        variance = share * (1 - share) * groups * (1 + groups / known)
         return max(share * groups - _SPREAD * math.sqrt(variance), _LEAST_KEPT * groups)
 
 
 # --------------------------------------------------------------------------------------------------------------- groups
 
-LeasedEpisode = tuple[str, Episode]  # an episode, after the id of the lease that it was played under
+LeasedEpisode = tuple[str, Episode]  # id of a lease, and the episode that was played under it
 
 
 class Groups:
-    """Takes in what workers played or gave up, and lets the data algorithms decide on groups that are complete by it.
+    """Takes in episodes that workers played or gave up, and lets the data algorithms decide on groups that this
+    completes.
 
     Groups of a policy that has fallen far behind the others are dropped for it alone, the oldest first: more are opened
     for the others than it can use.
@@ -233,12 +236,12 @@ class Groups:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._ledger, self._algorithms, self._policies, self._clock = ledger, algorithms, policies, clock
-        self._hearing_s = clock()  # until when renewals are known to have been taken
-        self._renewal_failed = False  # the newest one, as on a full disk
+        self._hearing_s = clock()  # up to then, renewals are known to have been taken
+        self._renewal_failed = False  # the newest renewal, as on a full disk
 
     def accept_all(self, played: Sequence[LeasedEpisode], *, worker: str = "") -> list[bool]:
-        """Take in episodes, all of them or none; `worker` is who sends them. Returns for each whether it is taken in,
-        if only as a failure: no duplicate is, and none of another run."""
+        """Take in the episodes that `worker` sends, all of them or none. Returns for each whether it was taken in, also
+        as a failure; a duplicate or an episode of another run is not."""
         with self._ledger.transaction():
             accepted = [self._ledger.accept(lease_id, episode, worker) for lease_id, episode in played]
         self._completed([group_id for _, complete in accepted for group_id in complete])
@@ -249,9 +252,9 @@ class Groups:
         self._completed(self._ledger.give_back(lease_ids, error, count_attempt=bool(error)))
 
     def renew(self, lease_ids: Sequence[str]) -> list[str]:
-        """Put the deadlines off; returns the leases that are no longer held."""
+        """Give these leases a full term from now; returns those that are no longer held."""
         self.make_up_time()
-        self._renewal_failed = True
+        self._renewal_failed = True  # stays so if the next line raises, as on a full disk
         lost = self._ledger.renew(lease_ids)
         self._renewal_failed = False
         return lost
@@ -262,11 +265,12 @@ class Groups:
         self._completed(self._ledger.expire())
 
     def make_up_time(self) -> None:
-        """Put all deadlines off by the time in which no renewal could be taken, because this process stood still or
-        its disk was full: that is no worker's silence. To be called each second, else the pause is taken for that."""
+        """Move all deadlines later by the time in which no renewal could be taken, because this process stood still or
+        its disk was full: the workers were not silent then. Must be called every second: a longer pause between two
+        calls is itself taken for such a time."""
         now_s = self._clock()
         if self._renewal_failed or now_s - self._hearing_s > _STALL_S:
-            # Not by the second that looks are apart: else no lease would end where each look is late.
+            # Less the second between two calls: else no lease would ever run out where every call is late.
             late_s = max(now_s - self._hearing_s - _LOOK_S, 0.0)
             self._ledger.put_off(late_s)  # fails, too, while nothing can be written
         self._hearing_s, self._renewal_failed = now_s, False
@@ -277,10 +281,10 @@ class Groups:
             self._drop_overflow()
 
     def filter(self) -> None:
-        """Let the data algorithms decide on what has come in. All see it, also where one has refused.
+        """Let the data algorithms decide on groups that are complete. All of them see each, also if one has refused it.
 
-        Where a process died, or a disk was full, between the last episode of a group and this, the group is still
-        complete and nothing else: whoever makes the next batch calls this first.
+        If the process died, or the disk was full, between a group's last episode and this, the group is still in the
+        state `complete`: the next batch calls this first.
         """
         for policy, group_id in self._ledger.complete_groups():
             keep = not self._algorithms.by_name or self._keeps(policy, group_id)
@@ -288,8 +292,8 @@ class Groups:
                 self._ledger.filter(policy, group_id, keep=keep, changes=changes)
 
     def _keeps(self, policy: str, group_id: str) -> bool:
-        """True where the algorithms keep the group, or no reward can be given for it, so that they cannot be asked: it
-        is put aside with the reason by the batch that gets it (`Batches.try_credit`)."""
+        """True if the algorithms keep the group, or if no reward can be given for it, so that they cannot be asked: the
+        batch that gets it puts it aside with the reason (`Batches.try_credit`)."""
         components = self._policies[policy].settings.reward.components.to_dict()
         group = self._ledger.group(group_id, policy)
         try:
@@ -309,7 +313,8 @@ class Groups:
 
     @property
     def full(self) -> bool:
-        """True while every policy that still learns has more groups than it may have, and no trainer waits for one."""
+        """True while every policy that still learns has more ready groups than may wait, and no trainer waits for any.
+        Training episodes are not taken in then (backpressure)."""
         learning = [policy for policy in self._policies.values() if policy.learns]
         return bool(learning) and not any(
             policy.is_waiting or self._ledger.count_by_state(policy.name).get("ready", 0) <= policy.most_ready

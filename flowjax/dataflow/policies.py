@@ -22,10 +22,10 @@ class PolicyStatus:
     run: Run
     settings: Policy
     serving: int = -1  # newest version that the engines serve; -1 before version 0
-    newest_served: int = -1  # that they ever did: its trainer may have gone back behind it
+    newest_served: int = -1  # newest version that they ever served; a trainer that went back may be below it
     committed: int = -1  # newest version that its trainer has made
-    is_waiting: bool = False  # its trainer last asked in vain
-    went_back: bool = False  # its trainer has, behind versions that were served
+    is_waiting: bool = False  # there was no batch when its trainer last asked
+    went_back: bool = False  # its trainer went on from a version below `newest_served`
     _found: int = field(init=False)  # newest checkpoint when this process started
 
     def __post_init__(self):
@@ -67,17 +67,17 @@ class PolicyStatus:
         return max(map(int, steps), default=0)
 
     def newest_version(self, batches: int) -> int:
-        """The newest version that there can be after so many batches, as the ledger counts them: each takes one.
+        """The newest version that can exist after so many batches, as the ledger counts them: each makes one.
 
-        Where the ledger is new, or older than the checkpoints that this process found when it started, the newest
+        If the ledger is new, or older than the checkpoints that this process found when it started, the newest
         checkpoint counts.
         """
         made = max(batches, self.committed, 0)
         return max(made, self._found if made else self.newest_checkpoint())
 
     def serves(self, version: int, batches: int) -> None:
-        """Note that some engine serves that version. One beyond the `batches` that are made is of before its trainer
-        went back: the version that will have its number is another."""
+        """Note that some engine serves that version. If the trainer went back, a version beyond the `batches` made is
+        from before that, and other weights will have its number."""
         if self.went_back:
             version = min(version, batches)
         self.serving = max(self.serving, version)
@@ -89,8 +89,11 @@ class PolicyStatus:
         self.serving = min(self.serving, version)
 
     def lost(self, commits: Mapping[int, str]) -> bool:
-        """True where its trainer has gone back behind weights of these commits, by version: one is gone, or that of
-        this number is another by now. False where nobody knows, as of one that was thinned out."""
+        """True if weights of these commits, by version, are lost because the trainer went back.
+
+        Lost is a version beyond the newest checkpoint, and one whose number has another commit now. An older version
+        without a checkpoint does not count: it may have been thinned out.
+        """
         known = {version: commit_of(self.checkpoints, version) for version in commits}
         absent = [version for version, commit in known.items() if commit is None]
         newest = next(newest_first(self.checkpoints), math.inf) if absent else math.inf
@@ -99,34 +102,37 @@ class PolicyStatus:
         )
 
     def flush_checkpoint(self, version: int) -> None:
-        """Have a version on the disk, not only in memory that a power cut loses, and those of which nobody has said
-        that they are committed: the newest checkpoint may be among them. Changes nothing here: it may run in a thread.
-        Files that are not there are left out: a version of one's own may be kept elsewhere."""
+        """Flush a version's checkpoint to the disk, so that it survives a power failure.
+
+        Checkpoints up to it of which no commit was reported yet are flushed, too: the newest one to resume from may be
+        among them. Changes no state here, so that it may run in a thread. Missing files are left out: a trainer of
+        one's own may keep its versions in another place.
+        """
         unsaid = [step for step in committed_steps(self.checkpoints) if self.committed < step <= version]
         folders = [self.checkpoints / str(step) for step in {*unsaid, version}]
         for path in [path for folder in folders for path in (*folder.rglob("*"), folder)] + [self.checkpoints]:
             with contextlib.suppress(FileNotFoundError):
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
-                    os.fsync(descriptor)
+                    os.fsync(descriptor)  # of folders, too: a file's name is kept by its folder, not by the file
                 finally:
                     os.close(descriptor)
 
 
 # ------------------------------------------------------------------------------------------------------ rollout workers
 
-_COMMITS_JUDGED = 50  # newest ones of a policy, that a mismatch is the mean over
-_AROUND = 4  # commits before and after one
-_TOKENS_JUDGED, _TRAJECTORIES_JUDGED = 500, 8  # of a node, in these, before it is sent away
+_COMMITS_JUDGED = 50  # newest commits of a policy that a mismatch is the mean over
+_AROUND = 4  # commits before and after one that count as near it
+_TOKENS_JUDGED, _TRAJECTORIES_JUDGED = 500, 8  # the least of a node in these commits, before it is sent away
 _MOST_KNOWN = 10_000  # names; a worker that comes back has a new one
 _MOST_SHOWN = 1000
-_MUCH_SLOWER = 2.0  # times as long for an episode as another worker
-_EPISODES_WEIGHED = 16  # newest ones of a worker, that its time for one is the mean of, or nearly; none is slow before
-_SLOW_FOR = 64  # times as long as an episode: so long one that plays nothing is taken to be slow
-_AWAY_S = 600.0  # since it last asked for them, after which a worker is not expected to play evaluations any more
-_MOST_PLAYED = 4096  # leases of a worker whose time is taken
-_CATCHING_UP_S = 3.0  # since a worker got a version, for which others are taken to get it at any moment
-_ASKING_S = 3.0  # since it asked or was known to wait, for which a worker is taken to: that is noted each second
+_MUCH_SLOWER = 2.0  # times another worker's time for an episode
+_EPISODES_WEIGHED = 16  # episodes in the moving average of a worker's time for one; it is not slow before so many
+_SLOW_FOR = 64  # times its time for an episode: a worker that has played nothing for longer is not slow any more
+_AWAY_S = 600.0  # since a worker last asked for evaluations; it is not expected to play any after that
+_MOST_PLAYED = 4096  # leases of a worker that are timed
+_CATCHING_UP_S = 3.0  # since a worker got a new version; others are expected to get it at any moment
+_ASKING_S = 3.0  # since a worker asked, or was noted as waiting (each second); it is taken to wait for so long
 
 
 @dataclass(slots=True)
@@ -135,48 +141,48 @@ class _Seen:
 
     heard_s: float  # when it last said something
     free_slots: int = 0  # for which there was nothing to play
-    began_s: dict[str, float] = field(default_factory=dict)  # when it was given what it plays, by lease, oldest first
-    yielded: bool = False  # left training to others when it last asked for it
+    began_s: dict[str, float] = field(default_factory=dict)  # when it got each episode that it plays, by lease
+    yielded: bool = False  # it left training to a faster worker when it last asked for it
     asked_eval_s: float = -math.inf  # when it last asked for evaluations, or was first heard of
     serving: dict[str, int] = field(default_factory=dict)  # version by policy
     serving_since_s: float = -math.inf  # when the newest of these changed
     held: dict[str, frozenset[int]] = field(default_factory=dict)  # versions that it can serve, where it says so
     episodes: int = 0  # that counted
-    episode_s: float = 0.0  # that one takes it: the mean of the newest
-    weighed: int = 0  # episodes, of which that is the mean
-    weighed_s: float = 0.0  # when the last of them was
+    episode_s: float = 0.0  # time that it takes for an episode: moving average
+    weighed: int = 0  # episodes in that average
+    weighed_s: float = 0.0  # when the last of these ended
     asked_s: float = -math.inf  # when it last asked for training
     prompted: bool = False  # asked for its versions
 
 
 class Mismatches:
-    """Differences between the log-probs of workers' trajectories and the trainer's, as its newest commits found them.
+    """Mismatch KL between the log-probs of workers' trajectories and the trainer's, as its newest commits found it.
 
-    A node (`<node>:<worker>`) is judged by the commits in which something of it was compared, and beside what others
-    have in these and a few around them (one batch may be all of one worker): so a trainer that was off for a while, or
-    a newer policy, is nobody's fault.
+    A node (workers named `<node>:<worker>`) is judged by the commits that compared something of it, against what others
+    have in these and in a few around them (a whole batch may be of one worker). So it is not blamed for a time in which
+    the trainer itself was off, or for a newer policy with a larger mismatch.
     """
 
     def __init__(self) -> None:
-        # By policy, of each commit: k3, tokens that this is summed over, and trajectories, by worker.
+        # By policy, for each commit: by worker, [sum of k3, number of tokens, number of trajectories].
         self._commits: dict[str, deque[dict[str, np.ndarray]]] = {}
 
     def add(self, policy: str, found: Iterable[tuple[str, float, int]]) -> None:
-        """Note what one commit found of a policy's trajectories: who played each, sum of k3 over tokens of it, and
-        their number."""
+        """Note what one commit found of a policy's trajectories: for each, its worker, the sum of k3 over its tokens,
+        and their number."""
         sums: dict[str, np.ndarray] = {}
         for worker, k3, tokens in found:
             sums[worker] = sums.get(worker, np.zeros(3)) + np.array([k3, tokens, 1])
         self._commits.setdefault(policy, deque(maxlen=_COMMITS_JUDGED)).append(sums)
 
     def means(self) -> dict[str, float]:
-        """The k3 a token of each worker, over all policies."""
+        """Mean k3 per token of each worker, over all policies."""
         sums = _added(commit for commits in self._commits.values() for commit in commits)
         return {worker: float(k3 / tokens) for worker, (k3, tokens, _) in sums.items()}
 
     def above(self, policy: str, most: float) -> dict[str, float]:
-        """Nodes with a mean over `most`, and over three times that of another who is not: where all are above it, it is
-        not the nodes."""
+        """Mean k3 of each node that is above `most`, and above three times that of another party which is not: if all
+        are above `most`, the cause is not a node."""
         commits = [_added({_party(worker): found} for worker, found in each.items()) for each in self._commits[policy]]
         whole = {party: k3 / tokens for party, (k3, tokens, _) in _added(commits).items()}
         above = {}
@@ -194,7 +200,7 @@ class Mismatches:
 
 
 def _party(worker: str) -> str:
-    """The worker's node, with its colon; a worker of none is one by itself."""
+    """Name of the worker's node, with its colon; a worker without a node is a party by itself."""
     return worker[: worker.find(":") + 1] or worker
 
 
@@ -207,11 +213,11 @@ def _added(parts: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 class RolloutWorkers:
-    """All workers that have said something to this process. Nothing of it is kept: who is alive says it again.
+    """All workers that have sent something to this process. Kept in memory alone: after a restart they report again.
 
     Args:
-        max_staleness: versions that a worker may be behind the newest that any serves, and still be given training.
-        clock: seconds that only grow.
+        max_staleness: versions that a worker may be behind the newest served one, and still be given training.
+        clock: monotonic seconds.
     """
 
     def __init__(self, *, max_staleness: int, clock: Callable[[], float]):
@@ -221,8 +227,8 @@ class RolloutWorkers:
         self.mismatches = Mismatches()
 
     def report(self, worker: str, policy: str, version: int, held: Collection[int] | None = None) -> bool:
-        """Note what a worker serves: also an older version than before, as after a restart of its engine; and which
-        versions it can serve, where it says so. Returns whether any of that is news."""
+        """Note the version that a worker serves, which may be older than before, as after a restart of its engine; and
+        the versions that it can serve, if it says so. Returns whether any of that is news."""
         seen = self._of(worker)
         before = seen.serving.get(policy), seen.held.get(policy)
         if before[0] != version:
@@ -232,7 +238,7 @@ class RolloutWorkers:
         return before != (version, seen.held.get(policy))
 
     def unreported(self, worker: str, policies: Collection[str]) -> list[str]:
-        """Those of the policies that the worker has not said its version of, as after a restart of this process."""
+        """Those of the policies whose version the worker has not reported, as after a restart of this process."""
         seen = self._seen.get(worker)
         return [policy for policy in policies if seen is None or policy not in seen.serving]
 
@@ -247,15 +253,16 @@ class RolloutWorkers:
         self._of(worker).asked_eval_s = self._clock()
 
     def lacks(self, worker: str, versions: Mapping[str, int]) -> bool:
-        """True if the worker says that it cannot serve one of these versions, and another may who asks for evaluations.
-        Where nobody can, as after their loss, it tries all the same: an evaluation comes to its end by attempts that
-        failed."""
+        """True if the worker says that it cannot serve one of these versions, and another worker that asks for
+        evaluations may be able to. If none is, as after the versions were lost, this one is to try all the same: the
+        evaluation then comes to its end by failed attempts."""
         since_s = self._clock() - _AWAY_S
         others = (name for name, seen in self._seen.items() if name != worker and seen.asked_eval_s > since_s)
         return self._cannot(worker, versions) and not all(self._cannot(other, versions) for other in others)
 
     def standing(self, worker: str) -> Hashable:
-        """Versions of a worker: where there is nothing for one, there is nothing for another of the same standing."""
+        """Versions of a worker, as a key: if there is no episode for one worker, there is none for another of the same
+        standing."""
         seen = self._seen.get(worker)
         return seen and (tuple(sorted(seen.serving.items())), tuple(sorted(seen.held.items())))
 
@@ -274,24 +281,29 @@ class RolloutWorkers:
             del began_s[next(iter(began_s))]
 
     def ended(self, worker: str, lease_id: str, *, counts: bool) -> None:
-        """Note that the worker has ended an episode. What counts shows how long it takes for one: what breaks at once
-        does not make it fast, nor what a worker says of itself."""
+        """Note that the worker has ended an episode. Only episodes that count are timed, since one that breaks at once
+        must not make a worker look fast; and they are timed here, not by the worker."""
         seen, now_s = self._of(worker), self._clock()
         seen.episodes += counts
         began_s = seen.began_s.pop(lease_id, None)
         if began_s is None or not counts:
             return
+        # The plain mean of the first `_EPISODES_WEIGHED` episodes, from then on an exponential moving average.
         seen.weighed = min(seen.weighed + 1, _EPISODES_WEIGHED)
         seen.weighed_s = now_s
         seen.episode_s += (now_s - began_s - seen.episode_s) / seen.weighed
 
     def yields(self, worker: str, newest: Mapping[str, int]) -> bool:
-        """Note that a worker asks for training. True if it leaves that to a much faster one with free slots: what it
-        played itself would often be in when the batch that needs it has gone by. Not for long to one whose versions are
-        older, which may not play what was opened for newer ones."""
+        """Note that a worker asks for training. True if it leaves that to a much faster worker with free slots: what a
+        slow one plays often comes in after the batch that needs it.
+
+        Nothing is left to a worker with older versions, which may not play groups that were opened for newer ones,
+        except for a moment (`_CATCHING_UP_S`) after this worker got its versions.
+        """
         seen = self._of(worker)
         seen.asked_s = self._clock()
-        if seen.asked_s - seen.weighed_s > _SLOW_FOR * seen.episode_s:  # by now it may be faster, and could not show it
+        # Without episodes it could not show that it is faster by now: it may try again.
+        if seen.asked_s - seen.weighed_s > _SLOW_FOR * seen.episode_s:
             seen.weighed, seen.episode_s = 0, 0.0
         serving = self.serving(worker, newest)
         if seen.asked_s - seen.serving_since_s < _CATCHING_UP_S:
@@ -310,18 +322,18 @@ class RolloutWorkers:
         return (seen := self._seen.get(worker)) is not None and seen.yielded
 
     def still_waits(self, worker: str) -> None:
-        """Note that the worker, who asked for episodes, has got no answer yet."""
+        """Note that the worker, which asked for episodes, still waits for the answer."""
         seen, now_s = self._seen.get(worker), self._clock()
-        if seen is not None and now_s - seen.asked_s < _ASKING_S:  # for training, that is
+        if seen is not None and now_s - seen.asked_s < _ASKING_S:  # only if it asked for training
             seen.asked_s = now_s
 
     def left_free(self, worker: str, slots: int) -> None:
-        """Note how many of the slots that it asked for have got nothing."""
+        """Note for how many of the slots that it asked for there was no episode."""
         self._of(worker).free_slots = slots
 
     def evict(self, name: str, reason: str = "--evict") -> list[str]:
-        """Send a worker, or all of a node (`<node>:<worker>`), away for as long as this process lives. Returns those
-        that are known; `reason` is for its node, and for people."""
+        """Send away a worker, or all workers of a node (`<node>:<worker>`), for as long as this process lives. Returns
+        those that were known; `reason` is shown to the node and to people."""
         known = [worker for worker in self._seen if name in (worker, worker.partition(":")[0])]
         for worker in known:
             del self._seen[worker]
@@ -358,10 +370,10 @@ class RolloutWorkers:
         }
 
     def _of(self, worker: str) -> _Seen:
-        # Put back below as the newest: the dict is in that order.
+        # Inserted again below as the newest: the dict stays in the order of last contact.
         seen = self._seen.pop(worker, None) or _Seen(0.0, asked_eval_s=self._clock())
         seen.heard_s = self._clock()
         self._seen[worker] = seen
-        if len(self._seen) > _MOST_KNOWN:  # names are strangers' to choose: the longest silent one is forgotten
+        if len(self._seen) > _MOST_KNOWN:  # senders choose names: a bound, and the one silent for longest is forgotten
             del self._seen[next(iter(self._seen))]
         return seen

@@ -6,12 +6,11 @@
     GET  /metrics    -> the same for Prometheus
     GET  /health     -> ok, without a token
 
-A message that is refused is answered with 400 and {error}; without the run's token (where it has one) or the key of a
-node that was invited with 401, of a worker that was sent away or a node that may not say it with 403, of a trainer that
-another has replaced with 409, meant for another run with 410, one too large with 413. Nothing has changed then. All but
-those that the key or the run's id turned away are counted (`refused` of /status). 429: there is no room for it yet; it
-is to be sent again, however long that lasts. 503: its body came too slowly. A connection whose header is not in after a
-while is closed.
+A message that is refused changes nothing and is answered with {error}. 400: a field is wrong. 401: it has neither the
+run's token (where there is one) nor the key of an invited node. 403: its worker was sent away, or a node may not send
+it. 409: another trainer has replaced its sender. 410: it is meant for another run. 413: it is too large. All but those
+refused for the key or the run's id are counted (`refused` of /status). 429: there is no room for it yet: send it again,
+however long that lasts. 503: its body came too slowly. A connection whose header is not in after a while is closed.
 """
 
 import asyncio
@@ -45,18 +44,18 @@ from flowjax.records import LONGEST_SHOWN, Bounds, WireError, pack, unpack
 
 # --------------------------------------------------------------------------------------------------------------- bodies
 
-# Bodies of requests, read within bounds of size, time and memory: senders that are slow or many hold up nobody else.
-# A body is read whole before anything waits for it, so that a slow sender holds no place that another needs. It has to
-# keep a least pace. All bodies together have a share of memory; where that is used up, the slowest one is sent away.
+# Bodies of requests are read within bounds of size, time and memory: slow or many senders hold up nobody else. A body
+# is read whole before it takes a place in a queue, so that a slow sender keeps no place that another needs. It must
+# arrive at a minimum rate. All bodies together have a share of memory; when that is used up, the slowest is sent away.
 
 _SMALL_MESSAGE_BYTES = 128 * 1024
 _LEASE_BYTES = 40  # of a lease's id on the wire
 _NAMES_BYTES = 2048  # of the names and numbers of a turn
 _EPISODE_BYTES, _EPISODE_ELEMENTS = 64 * 1024, 4096  # beside its turns: outcomes, names, an error
 _TURN_ELEMENTS = 64
-_EPISODES = 64  # of the longest that there can be, in one message
+_EPISODES = 64  # of the greatest size, in one message
 _LEAST_MEMORY_BYTES = 64 * 1024**2
-_AT_FIRST_S = 10.0  # until a body has to have kept its least pace
+_AT_FIRST_S = 10.0  # before the minimum rate applies
 _LEAST_BYTES_PER_S = 16 * 1024
 _LONGEST_S = 60.0
 
@@ -70,7 +69,7 @@ class Limit:
 
 
 def limits(bounds: Bounds, *, most_bytes: int) -> dict[str, Limit]:
-    """The limit of each message that has one of its own, by name; "" is that of all others.
+    """Limits of messages by name; the limit of "" holds for all that are not named.
 
     Args:
         bounds: of the run's episodes, from which the limit of `episodes` follows.
@@ -97,7 +96,7 @@ class BodyError(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Body:
-    """One that is on its way, or read and not answered yet."""
+    """A body that is on its way, or read and not answered yet."""
 
     timer: asyncio.Timeout
     started_s: float = field(default_factory=time.monotonic)
@@ -156,8 +155,8 @@ class Bodies:
         try:
             async with body.timer:
                 while True:
-                    # The time ran out at the very moment more came in: the timer's cancellation is raised at the next
-                    # await. A timer that has expired cannot be set anew, so that await comes first.
+                    # If the time ran out at the very moment when more came in, its cancellation is raised at the next
+                    # await. Rescheduling a timer that has expired would fail, so that await comes first.
                     if body.timer.expired():
                         await asyncio.sleep(0)
                     body.timer.reschedule(loop.time() + body.latest_s - time.monotonic())
@@ -173,7 +172,7 @@ class Bodies:
         except TimeoutError as error:
             reason = "there was no room for all bodies, and this was the slowest" if body.sent_away else _too_slow(body)
             raise BodyError(503, f"{reason}: send it again") from error
-        except (BodyError, ConnectionError):  # who has gone needs no answer
+        except (BodyError, ConnectionError):  # a sender that has gone needs no answer
             raise
         except Exception as error:  # whatever aiohttp makes of a broken transfer
             raise BodyError(400, f"the body cannot be read ({type(error).__name__}: {error})") from error
@@ -211,15 +210,15 @@ def _too_slow(body: _Body) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- messages
 
-_BRIEFLY_S = 0.1  # so long is an answer held back where others stand behind
-_HANDLED_AT_ONCE = 4  # messages with episodes: as many may be held back at a time
-_SMALL_BYTES = 16 * 1024  # a message that is decoded faster than a thread is asked to
+_BRIEFLY_S = 0.1  # longest that an answer is held back while other messages wait for its place
+_HANDLED_AT_ONCE = 4  # messages with episodes: so many may be held back at a time
+_SMALL_BYTES = 16 * 1024  # up to that, decoding is faster than handing it to a thread
 _WAIT = 429
-_STATUS = {WireError: 400, Superseded: 409, Evicted: 403, Busy: _WAIT}  # HTTP's, of what a message is answered with
+_STATUS = {WireError: 400, Superseded: 409, Evicted: 403, Busy: _WAIT}  # HTTP status of each refusal
 _QUESTIONS = ("status", "finished", "metrics", "health")
-_SHOWN_S = 0.5  # for which a status is not made anew
+_SHOWN_S = 0.5  # for which a status is answered again
 _HEADER_S = 20.0  # from connecting until the header of the first request is in
-_WATCHED_S = 3.0  # from one look of a node until the next has come
+_WATCHED_S = 3.0  # a node that watches asks at least once in this time
 _IDLE_S = 60.0  # from an answer until the next header is in; clients keep an idle connection for less (aiohttp: 15 s)
 
 
@@ -286,14 +285,14 @@ class Server:
         return await handler(request)
 
     def _node(self, request: web.Request) -> InvitedNode | None:
-        """The node that a request is of; None where it shows the run's token, or what lets nobody in."""
+        """The node whose key a request shows; None if it shows the run's token, or no key that is known."""
         return None if accepts(request.headers, self._token) else known_node(self._flow.run.folder, request.headers)
 
     def close_silent(self, connections: Sequence[web.RequestHandler]) -> None:
-        """Close those over which no request has come in time. To be called again and again.
+        """Close connections on which no request has come in time. To be called periodically.
 
-        aiohttp bounds a header's size but not its time, and watches connections from their first answer on only:
-        whoever may connect could hold as many files open as a process may have.
+        aiohttp bounds the size of a header but not its time, and times out a connection only after its first answer:
+        anyone who can connect could use up all the open files that the process may have.
         """
         now_s = time.monotonic()
         self._heard.intersection_update(connections)
@@ -304,12 +303,12 @@ class Server:
                 connection.force_close()
 
     async def _message(self, request: web.Request) -> web.Response:
-        """Answer a message; whatever goes wrong is answered in words, and counted."""
+        """Answer a message. Every failure is answered with a text; all but 429 are counted."""
         name = request.match_info["name"]
         try:
             async with self._bodies.read(request, limit := self._limits.get(name, self._limits[""])) as body:
                 answer = await self._answer(name, body, limit, self._node(request))
-            # Only a batch is large: packing one here would hold every other message up.
+            # Only a batch is large: to pack one on the event loop would hold up every other message.
             packed = await asyncio.to_thread(pack, answer) if name == "batch" else pack(answer)
             return web.Response(body=packed, content_type="application/msgpack")
         except BodyError as error:
@@ -328,12 +327,12 @@ class Server:
         return _refusal(status, f"{request.path}: {reason}")
 
     async def _answer(self, name: str, body: bytes, limit: Limit, node: InvitedNode | None) -> Answer:
-        """Decode a message and answer it. A large one is decoded in a thread: no other waits for it meanwhile."""
+        """Decode a message and answer it. A large one is decoded in a thread, so that no other waits for it."""
         if name != "episodes":
             message = _of_sender(await _decoded(body, limit), node)
             return await self._service.answer(name, message, hold_s=HOLD_S)
         async with self._handling:
-            # The last place was just taken, so others may stand behind: they must not wait for a held answer.
+            # The last place is taken now, so that others may wait for one: not as long as answers are held back.
             hold_s = _BRIEFLY_S if self._handling.locked() else HOLD_S
             message = _of_sender(await _decoded(body, limit), node)
             return await self._service.answer(name, message, hold_s=hold_s)
@@ -357,7 +356,7 @@ class Server:
             await asyncio.sleep(min(until_s - self._asked_s, HOLD_S))
 
     def stop_holding(self) -> None:
-        """Answer soon whatever is held back, and from now on: a server that stops waits for its answers."""
+        """Answer all held requests soon, and hold none from now on: a server that stops waits for its answers."""
         self._files.stopping = True
         self._service.stop_holding()
 
@@ -367,8 +366,8 @@ class Server:
 
 
 def _without_trace(record: logging.LogRecord) -> bool:
-    """Keep the line of a request that is no HTTP, which aiohttp answers with 400, and drop its stack trace: whoever may
-    connect could fill the disk with them."""
+    """Log filter: a request that is not HTTP, which aiohttp answers with 400, keeps its line but loses its stack trace.
+    Anyone who can connect could fill the disk with these."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError | web.RequestPayloadError):
         record.msg, record.args, record.exc_info = f"no HTTP: {str(error)[:200]!r}", (), None
@@ -381,10 +380,10 @@ async def _decoded(body: bytes, limit: Limit) -> Any:
 
 
 def _of_sender(message: Any, node: InvitedNode | None) -> Any:
-    """The message, which a node sends in no other's name.
+    """The message; a node may send it only in the name of its own workers.
 
     Raises:
-        WireError: it does.
+        WireError: it is sent in another's name.
     """
     if node is not None and sender_of(message).partition(":")[0] != node.name:
         raise WireError(f"field worker is {sender_of(message)!r}: this key is of workers called {node.name}:<name>")
@@ -397,7 +396,7 @@ def _refusal(status: int, reason: str, headers: Mapping[str, str] | None = None)
 
 
 async def _expected(request: web.Request) -> web.Response | None:
-    """Go on with a body that waits to be asked for; aiohttp's own answer to other expectations fails at odd bytes."""
+    """Ask a client that sent `Expect: 100-continue` for its body. aiohttp's own handler fails at odd bytes in it."""
     if request.headers.get("Expect", "").lower() != "100-continue":
         return _refusal(417, f"{request.path}: the header Expect may say 100-continue and nothing else")
     if request.version == HttpVersion11:
@@ -413,7 +412,7 @@ async def _unknown(request: web.Request) -> web.Response:
 
 
 async def _healthy(request: web.Request) -> web.Response:
-    """Anybody may ask, without a token: the answer says that there is somebody, and nothing else."""
+    """Answer without asking for a token: it says only that the server is alive."""
     return web.Response(text="ok\n")
 
 
@@ -436,9 +435,9 @@ async def serve(flow: Flow, run_dir: Path, *, dataflow: ConfigDict, port: int, s
                 server.close_silent(runner.server.connections)
             if (failure := server.failure) is not None:
                 raise damaged(run_dir / "dataflow.sqlite", str(failure)) if is_damage(failure) else failure
-            with contextlib.suppress(OSError, sqlite3.Error):  # that a message meets, too, and is answered with
+            with contextlib.suppress(OSError, sqlite3.Error):  # messages meet it, too, and are answered with it
                 flow.groups.make_up_time()
-            with contextlib.suppress(OSError):  # on a full disk messages are asked to wait; who asks is not sent away
+            with contextlib.suppress(OSError):  # on a full disk the service goes on, and has messages sent again
                 write_status(run_dir, "dataflow", server.status())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), timeout=1.0)

@@ -1,4 +1,4 @@
-"""Answers of the dataflow to each message, whatever carries it.
+"""Answers of the dataflow to each message, independent of the transport that carries it.
 
     lease         {worker, slots, can?, hold_s?} -> {leases, state: run | wait | done, retry_s, report?}
     renew         {worker, lease_ids}                  -> {lost, report?}
@@ -12,9 +12,9 @@
     committed     {epoch, policy, version, mismatches?} -> {}
     evict         {evicted: worker or node}            -> {given_back}
 
-`lease` and `batch` hold the answer back for a while when there is nothing to give, `episodes` while the trainers have
-more groups waiting than they may. `report` names policies whose `versions` this process has not heard of the worker.
-What is not as it should be in a message is refused before anything changes.
+`lease` and `batch` hold the answer back for a while when there is nothing to give (long polling), `episodes` while more
+groups wait for the trainers than may. `report` names policies for which this process has had no `versions` from the
+worker. A message with a wrong field is refused before anything changes.
 """
 
 import asyncio
@@ -48,17 +48,17 @@ from flowjax.records import (
 
 NAMES = ("lease", "renew", "episodes", "give_back", "versions", "claim", "batch", "committed", "refuse", "evict")
 NAMES_OF_NODES = ("lease", "renew", "episodes", "give_back", "versions")  # that a node's key is good for
-_OF_WORKERS = ("lease", "renew", "episodes", "versions")  # that one which was evicted sends in vain
+_OF_WORKERS = ("lease", "renew", "episodes", "versions")  # refused from an evicted worker
 HOLD_S = 1.0
-MOST_HELD_S = 20.0  # that a worker may ask for
-_FAILING_S = 10.0  # of nothing but a broken disk, after which the dataflow says so and ends
-# A full disk is waited for. When it is full for this process alone (a quota, a folder of its own) nobody else would say
-# so: then it ends, too, and the launcher starts it again once the run's folder can be written.
+MOST_HELD_S = 20.0  # longest hold that a worker may ask for
+_FAILING_S = 10.0  # of failures of the disk alone, after which the dataflow reports them and ends
+# A full disk is waited for. When it is full for this process alone (a quota, a folder of its own) no other process
+# would report it: then this one ends, too, and the launcher starts it again once the run's folder can be written.
 _UNWRITABLE_S = 30.0
-_PASSED_OVER = 3  # workers of one standing asked in turn before there is taken to be nothing for any of them
-_LOOKED_AT = 64  # workers looked at in turn
-_CREDIT_HELD_S = 20.0  # longest that the answer waits for the rows of a batch; who asks again waits on
-_LATEST_S = 0.02  # how long a batch that is waited for may lie unnoticed
+_PASSED_OVER = 3  # workers of one standing for which there was nothing, before the others of it are passed over
+_LOOKED_AT = 64  # waiting workers that are looked at each time
+_CREDIT_HELD_S = 20.0  # longest that an answer waits for the rows of a batch; a trainer that asks again waits on
+_LATEST_S = 0.02  # longest that a batch which is waited for goes unnoticed
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,45 +66,45 @@ class _Crediting:
     """Credit of a batch under way: made once, however often the batch is asked for meanwhile."""
 
     group_ids: Sequence[str]
-    dropped: int  # groups, for this batch
+    dropped: int  # groups that were dropped as too old for this batch
     task: asyncio.Task[CreditedBatch | Uncreditable]
 
 
 class DataflowService:
-    """Answers for a `Flow`. Everything runs on one event loop, so no message sees a half-made
-    transition; only credit and what is kept of an evaluation, which may take minutes, are made in a thread.
+    """Answers for a `Flow`. All runs on one event loop, so that no message sees a half-made transition. Only slow work
+    runs in threads: credit, keeping an evaluation (which may take minutes) and flushing a checkpoint.
 
-    Workers that wait for episodes stand in a queue: when something has changed, the first ones are served, until there
+    Workers that wait for episodes stand in queues: when something has changed, the first ones are served, until there
     is nothing more.
     """
 
     def __init__(self, flow: Flow):
         self._flow = flow
         self._waiting: dict[Capabilities, deque[_Waiting]] = {}  # by what they can play
-        self._looked_s = -math.inf  # when those who wait were last offered what there is by the time alone
+        self._looked_s = -math.inf  # when `_look` last served the queues
         self._stopping = False
         self._changed = asyncio.Event()
         self._crediting = asyncio.Lock()
         self._credits: dict[str, _Crediting] = {}  # by policy, the batch that was asked for last and not given yet
-        self.failure: Exception | None = None  # that the dataflow is to end of
-        # When the failures of a message began, and the newest one: one file may be broken, the others not.
+        self.failure: Exception | None = None  # the dataflow cannot go on with it and must end
+        # By message, when its failures began, and the newest one: one file may be broken and the others not.
         self._failing_s: dict[str, tuple[float, float]] = {}
 
     async def answer(self, name: str, message: Any, *, hold_s: float = HOLD_S) -> Answer:
         """The answer to the message of that name.
 
-        Leases that a cancelled call had got are given back; a batch may be asked for again.
+        If the call is cancelled, leases that it had got are given back; a batch may be asked for again.
 
         Args:
-            hold_s: longest that the answer is held back.
+            hold_s: longest that the answer is held back, in seconds.
 
         Raises:
-            WireError: there is no message of that name, it has a field that cannot be, or names a version that has
-                never been made; nothing has changed.
+            WireError: there is no message of that name, it has a wrong field, or names a version that has never been
+                made; nothing has changed.
             Superseded: it is of a trainer that another one has replaced; nothing has changed.
             Evicted: it is of a worker that was sent away; nothing has changed.
             Busy: there is no room for the episodes now; those of evaluations have been taken in. Or the disk of the run
-                is full or read-only: nothing has changed, and who asks waits until it can be written.
+                is full or read-only: nothing has changed, and the sender tries again until it can be written.
         """
         asked_s = time.monotonic()
         try:
@@ -114,7 +114,7 @@ class DataflowService:
         except (sqlite3.Error, OSError) as error:
             now_s = time.monotonic()
             since_s, newest_s = self._failing_s.get(name, (now_s, now_s))
-            if asked_s - newest_s > _UNWRITABLE_S:  # what fails is asked again at once: that fault was over
+            if asked_s - newest_s > _UNWRITABLE_S:  # a failed message is sent again at once: the earlier fault was over
                 since_s = now_s
             self._failing_s[name], failing_s = (since_s, now_s), now_s - since_s
             problem = unwritable(error)
@@ -151,19 +151,19 @@ class DataflowService:
         raise WireError(f"there is no message {name!r}: send one of {', '.join(NAMES)}")
 
     def _prompting(self, message: Any, answer: Answer) -> Answer:
-        """The answer to a worker, which asks for its versions where this process has not heard of them."""
+        """The answer to a worker, with a request for those of its versions that this process has not heard of."""
         worker = sender_of(message)
         if worker and (unreported := self._flow.workers.unreported(worker, self._flow.policies)):
             return {**answer, "report": unreported}
         return answer
 
     def stop_holding(self) -> None:
-        """Answer at once whatever is held back, and from now on."""
+        """Answer at once all that is held back, and hold nothing back from now on."""
         self._stopping = True
         self._release(lambda asked: True)
 
     def _release(self, whom: Callable[["_Waiting"], bool]) -> None:
-        """Answer some of those that wait for episodes: there is nothing for them."""
+        """Answer those waiting workers for which `whom` is true: there are no episodes for them."""
         for queue in self._waiting.values():
             for asked in [asked for asked in queue if whom(asked)]:
                 asked.leases.set_result([])
@@ -185,9 +185,9 @@ class DataflowService:
             self._flow.workers.left_free(worker, slots - len(leases))
             return leases
 
-        leases = attempt()  # whoever waits has been offered all that there was
+        leases = attempt()  # past the queue, which is fair: the workers in it have been offered all that there was
         if asked_s is not None:
-            # Others may wait for what this one serves: it is to say so first.
+            # A worker that has not reported its versions is not held for long: others may wait for what it serves.
             if not self._flow.workers.unreported(worker, self._flow.policies):
                 hold_s = asked_s
             elif self._flow.workers.prompts(worker):
@@ -200,20 +200,20 @@ class DataflowService:
     async def _wait_for_leases(
         self, worker: str, playable: Capabilities, attempt: Callable[[], list[Lease]], hold_s: float
     ) -> list[Lease]:
-        """Stand in the queue of those who can play the same, for a while. Each second somebody in a queue looks whether
-        there is anything by the time alone, such as what a worker that died was playing."""
+        """Wait in the queue of workers with the same capabilities, for `hold_s` at most. Each second one of them looks
+        for episodes that become free just by the passing of time, such as those of a worker that died."""
         asked = _Waiting(worker, attempt, asyncio.get_running_loop().create_future())
         queue = self._waiting.setdefault(playable, deque())
         queue.append(asked)
         try:
             until_s = time.monotonic() + hold_s
-            # Not `wait_for`, which cancels what it waits for: leases set at that very moment would be lost.
+            # Not `wait_for`, which cancels the future at its timeout: leases set at that very moment would be lost.
             while not (await asyncio.wait([asked.leases], timeout=min(until_s - time.monotonic(), HOLD_S)))[0]:
                 if time.monotonic() >= until_s:
                     break
                 self._flow.workers.still_waits(worker)
                 self._look()
-        except BaseException:  # the worker has gone, or the disk fails; it may have been given leases just before
+        except BaseException:  # the worker hung up, or the disk fails; it may have been given leases just before
             if asked.leases.done():
                 self._return([lease.lease_id for lease in asked.leases.result()], "")
             raise
@@ -225,27 +225,27 @@ class DataflowService:
         return asked.leases.result() if asked.leases.done() else []
 
     def _look(self) -> None:
-        """Offer those who wait what there is by the time alone, once a second however many they are."""
+        """Serve the queues although nothing has changed, once a second however many workers wait."""
         if time.monotonic() - self._looked_s > HOLD_S:
             self._looked_s = time.monotonic()
             self._serve_waiting()
 
     def _serve_waiting(self) -> None:
-        """Give what there is to those who have waited longest; when the run is over, send all of them home."""
+        """Lease episodes to the workers that have waited longest; when the run is over, answer all of them."""
         finished = any(self._waiting.values()) and self._flow.finished
         for queue in self._waiting.values():
             looked_at, yielded, failed = 0, 0, Counter[Hashable]()
             while looked_at < min(_LOOKED_AT, len(queue)):
                 asked = queue[0]
                 standing = self._flow.workers.standing(asked.worker)
-                # After some that left it to a faster one, the others that did when they last asked are passed over.
+                # Once a few have left training to a faster worker, others that last did so, too, are passed over.
                 leaves = yielded >= _PASSED_OVER and self._flow.workers.yielded(asked.worker)
                 leases = asked.attempt() if finished or not (leaves or failed[standing] >= _PASSED_OVER) else []
                 if leases or finished:
                     asked.leases.set_result(leases)
                     queue.popleft()
                     continue
-                # What there is may not be for this worker; what it left to a faster one may be for the next.
+                # The episodes that there are may not suit this worker; those that it left may suit the next one.
                 if self._flow.workers.yielded(asked.worker):
                     yielded += 1
                 else:
@@ -254,13 +254,13 @@ class DataflowService:
                 looked_at += 1
 
     def _notify(self) -> None:
-        """Something has changed that may give the waiting what they wait for."""
+        """Serve the queues and wake trainers that wait: something has changed that they may wait for."""
         self._serve_waiting()
         self._changed.set()
 
     def _expire(self) -> None:
-        """Before anything is leased: what nobody plays any more goes out first. A finished evaluation's line, which a
-        full disk may have refused, or a process before this one had no time for, is written at the next of these."""
+        """Take back leases that ran out, so that these episodes are leased first. Also have the lines of finished
+        evaluations written, which a full disk may have refused, or an earlier process may have left."""
         self._flow.groups.expire()
         self._flow.evaluations.start_writing()
 
@@ -283,15 +283,15 @@ class DataflowService:
                 if time.monotonic() > until:
                     raise Busy("more groups than config.dataflow.max_ready_groups wait for the trainer: send it again")
                 await asyncio.sleep(_LATEST_S)
-            self._refuse_evicted(worker)  # who was sent away meanwhile
+            self._refuse_evicted(worker)  # it may have been sent away meanwhile
             played = self._without_lost(played, worker)  # a trainer may have gone back meanwhile
         accepted += self._accept(played, worker)
         self._notify()
         return {"accepted": sum(accepted), "duplicate": received - sum(accepted)}
 
     def _without_lost(self, played: Sequence[LeasedEpisode], worker: str) -> list[LeasedEpisode]:
-        """Those of the episodes that were played with versions as they are now. The others wait to be played again: a
-        worker that was cut off, or whose message was, has not seen that the trainer has gone back."""
+        """Those of the episodes whose weights are not lost. The others are to be played again: a worker that was cut
+        off, or whose message was late, did not know that the trainer had gone back."""
         lost = {lease_id for lease_id, episode in played if self._flow.has_lost(episode)}
         for lease_id in lost:
             self._flow.workers.ended(worker, lease_id, counts=False)
@@ -322,8 +322,8 @@ class DataflowService:
         self._notify()
 
     def _evict(self, message: Any) -> Answer:
-        """Send a worker away, or all of a node. What they were playing goes to others, and nothing that they say
-        counts any more."""
+        """Send away a worker, or all workers of a node. Others get the episodes that they were playing, and their
+        messages are refused from now on."""
         (evicted,) = fields(message, evicted=str)
         if not (workers := self._flow.workers.evict(evicted)):
             known = ", ".join(self._flow.status()["workers"]) or "none"
@@ -331,7 +331,7 @@ class DataflowService:
         return {"given_back": self._send_away(workers)}
 
     def _send_away(self, workers: Collection[str]) -> int:
-        """Give what evicted workers were playing to others. Returns how many episodes that are."""
+        """Give episodes that evicted workers were playing back, for others. Returns their number."""
         leases = [lease_id for worker in workers for lease_id in self._flow.ledger.leases_of(worker)]
         self._release(lambda asked: asked.worker in workers)
         self._return(leases, "")
@@ -383,7 +383,7 @@ class DataflowService:
         self._notify()  # groups that are used or dropped make room for others
         policy, assigned = batch
         crediting = self._credit_of(policy, steps[policy], assigned)
-        # Leaves the task alone where who asked hangs up.
+        # Not `wait_for`: credit goes on when the trainer hangs up or this times out, and is there when it asks again.
         await asyncio.wait({crediting.task}, timeout=_CREDIT_HELD_S)
         if not crediting.task.done():
             return {"state": "wait"}
@@ -403,7 +403,7 @@ class DataflowService:
         }
 
     def _credit_of(self, policy: str, step: int, assigned: Assigned) -> _Crediting:
-        """The credit of that batch, begun where it is not under way."""
+        """The credit of that batch, which is begun if it is not under way."""
         group_ids = [group.group_id for group in assigned.groups]
         if policy not in self._credits or self._credits[policy].group_ids != group_ids:
             task = asyncio.create_task(self._credit(policy, step, assigned.groups))
@@ -415,7 +415,7 @@ class DataflowService:
             return await asyncio.to_thread(self._flow.batches.try_credit, policy, step, groups)
 
     def _take(self, steps: Mapping[str, int], epoch: int) -> tuple[str, Assigned] | None:
-        """A batch for the trainer of that epoch: asked anew after every wait, another may have claimed meanwhile."""
+        """A batch for the trainer of that epoch, which is checked after every wait: another may have claimed since."""
         self._flow.batches.fence(steps, epoch)
         self._flow.groups.filter()
         try:
@@ -428,13 +428,13 @@ class DataflowService:
         version = version_of(message, "version", oldest=0, newest=self._flow.newest_version(policy))
         epoch, mismatches = epoch_of(message), mismatches_of(message)
         self._flow.batches.fence([policy], epoch)
-        # Before it counts: with the commit, batches are forgotten that only earlier checkpoints need.
+        # On the disk before it counts: the commit deletes batches that only earlier checkpoints need.
         await asyncio.to_thread(self._flow.policies[policy].flush_checkpoint, version)
         self._flow.batches.fence([policy], epoch)  # another trainer may have claimed the policy meanwhile
-        nodes = self._flow.compare(policy, mismatches)  # before the commit, with which episodes are forgotten
+        nodes = self._flow.compare(policy, mismatches)  # before the commit, which deletes episodes with their workers
         self._flow.batches.commit(policy, version)
         for node, reason in nodes.items():
-            # Its key first: where the disk is full the message comes again, and finds a node that still plays.
+            # Its key first: if a full disk refuses that, the message comes again, and the node still plays until then.
             send_away(self._flow.run.folder, node, reason)
             if workers := self._flow.workers.evict(node, reason):
                 logging.warning("node %s is sent away: %s", node, reason)
@@ -443,7 +443,7 @@ class DataflowService:
         return {}
 
     def _refuse(self, message: Any) -> Answer:
-        """Put groups aside that a trainer cannot train on. A copy of the message finds the batch without them."""
+        """Put aside groups that a trainer cannot train on. A copy of the message finds the batch without them."""
         policy = self._policy(message)
         step, reasons = refused_of(message)
         oldest, newest = max(self._flow.policies[policy].committed, 0), self._flow.newest_version(policy)
@@ -453,7 +453,7 @@ class DataflowService:
         return {"quarantined": groups}
 
     def _quarantine(self, policy: str, step: int, epoch: int, reasons: Mapping[str, str]) -> list[str]:
-        """See `Batches.quarantine`; for the trainer of that epoch alone, which another may have replaced meanwhile."""
+        """See `Batches.quarantine`. Only for the trainer of that epoch: another may have replaced it meanwhile."""
         self._flow.batches.fence([policy], epoch)
         try:
             return self._flow.batches.quarantine(policy, step, reasons)
@@ -466,8 +466,8 @@ class DataflowService:
     def _newest(self) -> dict[str, int]:
         """The newest version that each policy may be played with; -1 of a model that is not trained.
 
-        A trainer that goes back has lost versions that engines go on to serve for a while, and that episodes under way
-        were begun with, which is not their fault."""
+        A trainer that goes back has lost versions, which engines still serve for a while and episodes under way were
+        begun with: messages that name these are not wrong."""
         trained = {
             name: max(self._flow.newest_version(name), policy.newest_served)
             for name, policy in self._flow.policies.items()
@@ -562,7 +562,7 @@ def steps_of(message: Any) -> dict[str, Any]:
 
 
 def claim_of(message: Any) -> tuple[str, dict[str, Any], int]:
-    """Trainer that claims, versions of the policies that it goes on from, and the epoch that it comes after."""
+    """Trainer that claims, the versions that it goes on from by policy, and the newest epoch that it knows of."""
     trainer, versions, after = fields(message, trainer=str, policies=dict, after=int)
     if not 0 < len(trainer) <= _LONGEST_NAME:
         raise WireError(f"field trainer has {len(trainer)} characters: send 1 to {_LONGEST_NAME}")
@@ -582,7 +582,7 @@ def epoch_of(message: Any) -> int:
 
 
 def mismatches_of(message: Any) -> dict[str, tuple[float, int]]:
-    """The mismatches of engine and trainer that a trainer has found: sum over tokens, and their number."""
+    """Mismatches between engine and trainer, by trajectory: sum of k3 over its tokens, and their number."""
     if "mismatches" not in message:
         return {}
     (found,) = fields(message, mismatches=dict)
@@ -595,7 +595,7 @@ def mismatches_of(message: Any) -> dict[str, tuple[float, int]]:
 
 
 def refused_of(message: Any) -> tuple[int, dict[str, str]]:
-    """The step of the batch that a trainer refuses, and the trajectories of it that it cannot train on, with why."""
+    """Step of the batch that a trainer refuses, and why it cannot train on some trajectories of it, by their id."""
     step, reasons = fields(message, step=int, trajectories=dict)
     for trajectory_id, reason in reasons.items():
         if not isinstance(trajectory_id, str) or not isinstance(reason, str):
@@ -624,7 +624,7 @@ def policy_of(message: Any, policies: Collection[str]) -> str:
 
 
 def version_of(message: Any, name: str, *, oldest: int, newest: int) -> int:
-    """A version between those that can be meant."""
+    """The version in field `name`, which must be from `oldest` to `newest`."""
     (version,) = fields(message, **{name: int})
     if not oldest <= version <= newest:
         raise WireError(f"field {name} is {version}: this run has made versions {oldest} to {newest} of that policy")
@@ -644,8 +644,8 @@ def held_of(message: Any) -> frozenset[int] | None:
 def episodes_of(
     message: Any, newest: Mapping[str, int], needed: Mapping[str, Collection[str]], bounds: Bounds
 ) -> list[tuple[str, Episode]]:
-    """Leases and what was played under them; one bad item refuses the whole message. `newest` versions and `needed`
-    outcomes are by policy."""
+    """Ids of leases and the episodes played under them; one wrong item refuses the whole message. `newest` versions and
+    `needed` outcomes are by policy."""
     (items,) = fields(message, items=list)
     played = []
     for index, item in enumerate(items):

@@ -1,7 +1,7 @@
 """Tasks of a run: from one source of its world, or several mixed at fixed ratios.
 
-Every mix is indexable: which task has which place in the run's order is fixed by the config alone, so that the number
-of groups ever opened, which the ledger keeps, is the whole state of the source.
+Every mix can be indexed: the config alone fixes the task at each position of the run's order, so that the number of
+groups ever opened, which the ledger keeps, is the whole state of the source.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ def train_tasks(config: ConfigDict) -> grain.MapDataset[Task]:
 
 
 def held_out_tasks(config: ConfigDict) -> grain.MapDataset[Task]:
-    """Held-out tasks, each once; from several sources at the ratios of training, as far as the first that ends."""
+    """Held-out tasks, each once; several sources are mixed at the ratios of training, until the first of them ends."""
     return _tasks(config, "held_out")
 
 
@@ -56,13 +56,14 @@ def content_of(task: Task) -> str:
 
 
 def written(value: Any) -> str:
-    """A value as text, whole: numpy leaves out the middle of long arrays."""
+    """A value as text, in full: numpy's `repr` leaves out the middle of long arrays."""
     return f"{value.dtype}{value.tolist()}" if isinstance(value, np.ndarray) else repr(value)
 
 
 def episode_seed(seed: int, position: int, member: int) -> int:
     """Seed of a group's `member`-th episode."""
-    # No two are equal in a run's training, for groups of up to 4096; nor in runs of other seeds, for a million tasks.
+    # No two seeds of a run's training are equal, for groups of up to 4096; nor do runs of other seeds share any, for up
+    # to a million tasks.
     return (seed * 1_000_003 + position) * 4096 + member
 
 
@@ -80,7 +81,7 @@ def _tasks(config: ConfigDict, split: Split) -> grain.MapDataset[Task]:
             raise ConfigError(f"{field}.{min(given)} is no field: use weight, options or train_tasks")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
             raise ConfigError(f"{field}.weight is {weight!r}: give a positive number")
-        # Another offset for each, so that two sources of equal tasks do not come in the same order.
+        # Another offset of the seed for each, so that two sources of equal tasks are not in the same order.
         with naming_options_of(name, config):
             source = _source(config, kind(**task_options(config, name)), split, count, offset=number)
         sources.append(source.map(partial(_named, name=name)))
