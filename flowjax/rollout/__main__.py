@@ -52,16 +52,16 @@ def _engine_urls(run: Run) -> dict[str, list[str]]:
 
 
 def tell_environments(run_dir: Path, urls: Mapping[str, Sequence[str]]) -> None:
-    """Name the run and its engines to environments, which live in processes of their own, and may ask an engine."""
+    """Name the run and its engines, in variables, to environments: these are other processes and may ask an engine."""
     os.environ[RUN_VARIABLE] = str(run_dir)
     os.environ[ENGINES_VARIABLE] = json.dumps(dict(urls))
 
 
 async def _until_moved(run: Run, urls: Mapping[str, Sequence[str]], stop: asyncio.Event) -> None:
-    """Stop the service when an engine listens elsewhere: another process has taken its port."""
+    """Stop the service when an engine has another address, as after another process took its port."""
     while True:
         await asyncio.sleep(_LOOK_EVERY_S)
-        with contextlib.suppress(ConfigError):  # not to be read now
+        with contextlib.suppress(ConfigError):  # it cannot be read at this moment
             if _engine_urls(run) != urls:
                 stop.set()
                 return
@@ -69,8 +69,8 @@ async def _until_moved(run: Run, urls: Mapping[str, Sequence[str]], stop: asynci
 
 @contextlib.contextmanager
 def only_service(run_dir: Path) -> Iterator[None]:
-    """Be the run's only rollout service: a second one would take the leases of the first for left behind, and sweep
-    away the adapters that it serves.
+    """Be the run's only rollout service: a second one would give back the leases of the first, as if left by a service
+    that died, and remove the adapters that it serves.
 
     Raises:
         ConfigError: another one plays, and has not ended within `_HANDOVER_S`.
@@ -94,13 +94,13 @@ async def _serve(run: Run) -> None:
     # Machines made from one image may have one name, and processes in containers one number.
     worker = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     if node := node_name(known_token(run.folder)):
-        worker = f"{node}:{worker}"  # its key speaks for such names alone
+        worker = f"{node}:{worker}"  # the node's key is valid for such names alone
     async with (
         bases_of_run(run, urls) as bases,
         connect_to_run(run.folder) as broker,
         EnvPool(workers=config.env.workers, step_timeout_s=config.env.step_timeout_s) as pool,
     ):
-        # Of a node the launcher gives up first, after two leases (`launch/join.py`): a new start mends no line.
+        # On a node the launcher gives up first, after two leases (`launch/join.py`): a restart repairs no network.
         away_s = config.dataflow.lease_s * (3 if run.is_node else 1)
         dataflow = DataflowClient(broker, worker=worker, away_s=away_s)
         player = EpisodePlayer.of_run(run, bases=bases, pool=pool)

@@ -1,8 +1,8 @@
 """Asks a vLLM server for completions: token ids in, token ids and log-probabilities out.
 
-Concurrent calls travel together, many prompts per HTTP request, since at small sizes the request is what costs. While
-the engine is away (it is restarted by its supervisor) a patient client's calls wait and are sent again; an impatient
-one's fail at once, with what had been streamed until then: another engine can go on (`flowjax.rollout.engines`).
+Concurrent calls share HTTP requests, many prompts in each, since with small models the request itself costs most. While
+the engine is away (its supervisor restarts it) a patient client's calls wait and are sent again. An impatient client's
+fail at once, with the tokens streamed so far, from which another engine can go on (`flowjax.rollout.engines`).
 """
 
 import asyncio
@@ -50,10 +50,10 @@ class SamplingOptions:
 class EngineReply:
     """A sampled reply, the end-of-sequence token included if there was one.
 
-    `logprobs` are those of the distribution that was sampled from: at the sampling temperature, of what top-p, top-k
-    and min-p leave. A stop text is part of the reply, with the whole of the token that completes it. `finish_reason`
-    is "stop" or "length". `spans` are the names under which the engine says it sampled the tokens, in their order, each
-    with the number of its tokens; one, but where its weights were replaced meanwhile.
+    `logprobs` are those of the distribution that was sampled from: after temperature, top-p, top-k and min-p. A stop
+    text is part of the reply, with the whole of the token that completes it. `finish_reason` is "stop" or "length".
+    `spans` are the model names (`<policy>@<version>`) that the engine says sampled the tokens, in order, each with its
+    number of tokens; more than one only if weights were replaced meanwhile.
     """
 
     sampled_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class EngineReply:
 
 @dataclass(slots=True)
 class Partial:
-    """The part of a reply that has come so far; `finish_reason` is empty until it is whole, and then also "abort"."""
+    """The part of a reply that has come so far; `finish_reason` is empty until its end, which may also be "abort"."""
 
     sampled_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Partial:
             self.sampled_ids += [int(token.rpartition(":")[2]) for token in tokens]
             self.logprobs += choice["logprobs"]["token_logprobs"]
         self.finish_reason = choice["finish_reason"] or ""
-        # Of all tokens so far, where weights were replaced under the request; they may be ahead of what has come.
+        # Only if weights were replaced under the request: spans of all its tokens so far, also of some not sent yet.
         if spans := choice.get("weight_versions"):
             self.starts = [(span["version"], span["start"]) for span in spans]
         elif not self.starts:
@@ -97,7 +97,7 @@ class Partial:
     def completion(self) -> EngineReply:
         n = len(self.sampled_ids)
         ends = [start for _, start in self.starts[1:]] + [n]
-        # Starts may be ahead of what has come; of nothing there is an end alone.
+        # A start may lie beyond the tokens that have come: its count is 0. Not strict: without starts there is one end.
         counts = [(name, max(min(end, n) - start, 0)) for (name, start), end in zip(self.starts, ends, strict=False)]
         counts = [each for each in counts if each[1]] or counts[-1:]  # of a reply without tokens, the last name
         spans = tuple((name, sum(tokens for _, tokens in of)) for name, of in groupby(counts, key=itemgetter(0)))
@@ -105,9 +105,9 @@ class Partial:
 
 
 def completion_body(model: str, sampling: SamplingOptions, prompts: list[list[int]], *, stream: bool) -> dict[str, Any]:
-    """A request to /v1/completions. With a seed equal prompts are answered equally: training has none.
+    """Body of a request to /v1/completions. With a seed, equal prompts are answered equally: training has none.
 
-    Every parameter is named: an engine that was not started here may take what is missing from its model's own
+    Every parameter is given: an engine that was not started here may take those that are missing from its model's
     generation_config.json.
     """
     held: dict[str, Any] = {}
@@ -129,7 +129,7 @@ def completion_body(model: str, sampling: SamplingOptions, prompts: list[list[in
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
         "logprobs": 0,  # of the sampled token and no other
-        "return_tokens_as_token_ids": True,
+        "return_tokens_as_token_ids": True,  # as text, different tokens may look alike
         "stream": stream,
         **held,
     }
@@ -190,8 +190,8 @@ class EngineError(RuntimeError):
 
 
 class VersionAway(EngineError):
-    """A version of an episode has not come to any engine in time, though it can be had, or its trainer has gone back
-    behind it: neither says anything about the task."""
+    """No engine got an episode's version in time, although it exists, or the version was lost because its trainer went
+    back: neither says anything about the task."""
 
 
 class UnknownModel(EngineError):
@@ -231,8 +231,8 @@ class EngineClient:
         prompts_per_request: most prompts in one request.
         batch_window_s: how long a call waits for others to share its request.
         request_timeout_s: how long the engine may be away before calls fail.
-        patient: wait that long also for an engine that is certainly away, and ask it again.
-        stream: have completions streamed, so that what has been sampled is known when the engine dies.
+        patient: send calls again for so long when the engine is away; else they fail as soon as this is known.
+        stream: have completions streamed, so that the tokens sampled so far are known when the engine dies.
         log: the engine's log, to be named in errors.
     """
 
@@ -293,10 +293,10 @@ class EngineClient:
     async def generate(
         self, model: str, prompt_ids: Sequence[int], sampling: SamplingOptions, *, group: str = "", pinned: bool = False
     ) -> EngineReply:
-        """Sample one completion of `prompt_ids` from the model or adapter of that name; where the engine's weights are
-        replaced meanwhile, the rest of it from the new ones, unless it is `pinned`.
+        """Sample one completion of `prompt_ids` from the model or adapter of that name. If the engine's weights are
+        replaced meanwhile, the rest is sampled from the new ones, unless the call is `pinned`.
 
-        `group` names the calls whose prompts begin alike; one engine has no use for it.
+        `group` names calls whose prompts begin alike; it chooses an engine in a pool, and is not used here.
 
         Raises:
             UnknownModel: the engine does not serve `model`.
@@ -329,15 +329,15 @@ class EngineClient:
         """
         body = {"lora_name": name, "lora_path": str(Path(path).resolve())}
         status, answer = await self._control("POST", "/v1/load_lora_adapter", body)
-        # vLLM refuses a name that it has, as after an answer that was lost: what it lists decides.
+        # vLLM refuses a name that it has already, as after an answer that was lost: the list of its models decides.
         if status != 200 and name not in await self.models():
             raise EngineError(f"the engine cannot load {name} from {path}: {_reason(answer)}{self._see_log()}")
 
     async def load_weights(self, name: str, path: Path) -> None:
         """Have the engine replace all its weights by those of a Hugging Face folder, and serve them as `name`.
 
-        Completions under way go on with the new weights, those that come meanwhile wait. One that is pinned ends
-        before, however long it takes: only an engine that is away ends the call.
+        Completions under way go on with the new weights; those that come meanwhile wait. The load waits for pinned ones
+        to end, however long that takes: this call has no time-out, and fails only when the engine is away.
 
         Raises:
             EngineError: the engine is away or cannot use the folder.
@@ -358,7 +358,7 @@ class EngineClient:
             raise EngineError(f"the engine cannot load {name} from {path}: {_reason(answer)}{self._see_log()}")
 
     async def unload_adapter(self, name: str) -> None:
-        """Have the engine forget an adapter; requests that are running on it end as they began.
+        """Have the engine forget an adapter; requests that are running on it end with it.
 
         Raises:
             EngineError: the engine is away or refuses.
@@ -381,11 +381,11 @@ class EngineClient:
         clock = asyncio.get_running_loop().time
         if self._probe is None or (self._probe.done() and clock() - self._probed_s >= _PROBE_EVERY_S):
             self._probe, self._probed_s = asyncio.create_task(self.healthy()), clock()
-        await asyncio.wait({self._probe})  # which leaves it to the others where this request is given up
+        await asyncio.wait({self._probe})  # does not cancel the probe if this call is cancelled: others wait for it
         return self._probe.result()
 
     async def load(self) -> Load:
-        """Ask how busy the engine is; `preemptions` are those since this was asked first.
+        """Ask how busy the engine is; `preemptions` are those since the first call of this.
 
         Raises:
             EngineError: the engine is away, or its metrics cannot be read.
@@ -398,6 +398,7 @@ class EngineClient:
         except (ValueError, OverflowError) as error:
             problem = f"the engine at {self.url} tells no metrics that can be read ({error})"
             raise EngineError(f"{problem}{self._see_log()}") from error
+        # The engine's count begins at 0 when it restarts: if it has fallen, all of it is new.
         before = load.preemptions if self._preempted_before is None else self._preempted_before
         self.preempted += load.preemptions - (before if before <= load.preemptions else 0)
         self._preempted_before = load.preemptions
@@ -424,7 +425,7 @@ class EngineClient:
             answer.add_done_callback(cancel_unwanted)
 
     async def _send(self, model: str, sampling: SamplingOptions, pinned: bool, batch: _Batch) -> None:
-        """Complete a batch; whatever goes wrong goes to exactly the calls in it."""
+        """Complete a batch; every failure is raised in the calls of this batch, and in no others."""
         try:
             await self._complete(model, sampling, pinned, batch)
         except asyncio.CancelledError:
@@ -432,7 +433,7 @@ class EngineClient:
             raise
         except EngineError as error:
             _fail(batch, error)
-        except Exception as error:  # as of a gateway that answers in its place
+        except Exception as error:  # such as the answer of a gateway in the engine's place
             problem = f"the engine at {self.url} answers what cannot be read ({type(error).__name__}: {error})"
             _fail(batch, EngineError(f"{problem}{self._see_log()}"))
 
@@ -441,12 +442,12 @@ class EngineClient:
         body = completion_body(model, sampling, batch.prompts, stream=self._stream)
         headers = {"X-Flowjax-Pinned": "1"} if pinned else {}
         clock = asyncio.get_running_loop().time
-        pause_s, alive_s, failing_s = _FIRST_RETRY_S, clock(), math.inf  # since it first failed at this
+        pause_s, alive_s, failing_s = _FIRST_RETRY_S, clock(), math.inf  # when it first failed at this request
         while True:
             ask = self._streamed if self._stream else self._whole
             attempt = asyncio.ensure_future(ask(body, headers, batch))
             try:
-                # A long reply and a dead engine look alike from here: /health tells one from the other.
+                # A long reply and a dead engine look alike from here: /health distinguishes them.
                 while not (await asyncio.wait({attempt}, timeout=_PROBE_EVERY_S))[0]:
                     if await self._probed():
                         alive_s = clock()
@@ -457,12 +458,12 @@ class EngineClient:
                 if self._patient and isinstance(error, _Away) and failing_s == math.inf:
                     failing_s = clock()
                     _log.warning("the engine at %s fails: %s", self.url, error)
-                away_s = clock() - min(alive_s, failing_s)  # a gateway may fail after a while, and be healthy till then
+                away_s = clock() - min(alive_s, failing_s)  # since a failure, too: a gateway may be healthy and fail
                 if not self._patient or away_s > self._timeout_s:
                     problem = f"has been away for {away_s:.0f} s ({error or type(error).__name__}){self._see_log()}"
                     raise EngineAway(f"the engine at {self.url} {problem}") from error
             finally:
-                attempt.cancel()  # closes the connection: the engine stops sampling what nobody waits for
+                attempt.cancel()  # closes the connection: the engine stops sampling replies that nobody waits for
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
@@ -482,8 +483,8 @@ class EngineClient:
             _deliver(batch.answers[index], partial.completion())
 
     async def _streamed(self, body: dict[str, Any], headers: dict[str, str], batch: _Batch) -> None:
-        """Each answer as soon as it is whole; what there is of the others is kept in the batch."""
-        # From nothing: a request that is sent again samples all prompts anew. Answers that were delivered stay.
+        """Each answer as soon as it is whole; the parts that have come of the others are kept in the batch."""
+        # Empty again: a request that is sent again samples all prompts anew. Answers that were delivered stay.
         batch.partials = {index: Partial() for index in range(len(batch.prompts))}
         async with self._request("POST", "/v1/completions", body, headers) as response:
             if response.status != 200:
@@ -495,7 +496,7 @@ class EngineClient:
                     raise _Away(f"the stream was cut off ({error})") from error
                 if event is None:
                     continue
-                if "error" in event:  # the status line was 200 before anything went wrong
+                if "error" in event:  # the status 200 was sent before anything went wrong
                     code = event["error"].get("code") or 500
                     self._check_accepted(int(code), event, body)
                 for choice in event.get("choices", ()):
@@ -519,7 +520,7 @@ class EngineClient:
     async def _control(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = _CONTROL_TIMEOUT_S
     ) -> tuple[int, Any]:
-        """An administrative request, tried once: whoever keeps adapters in step tries again anyway."""
+        """Send an administrative request, once: the follower, which keeps versions in step, tries again anyway."""
         try:
             async with asyncio.timeout(timeout_s), self._request(method, path, body) as response:
                 return response.status, await _content(response)
@@ -563,7 +564,7 @@ def _deliver(answer: asyncio.Future[EngineReply], completion: EngineReply) -> No
 
 
 def _fail(batch: _Batch, error: Exception) -> None:
-    """Tell every call without an answer, and give it what the engine had streamed of it."""
+    """Raise the error in every call without an answer; `EngineAway` has the tokens that were streamed for it."""
     for index, answer in enumerate(batch.answers):
         if not answer.done():
             partial = batch.partials.get(index)

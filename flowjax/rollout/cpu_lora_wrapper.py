@@ -20,7 +20,8 @@ Apply = Callable[[BaseLinearLayerWithLoRA, torch.Tensor, torch.Tensor | None], t
 
 
 class GroupedLora(PunicaWrapperCPU):
-    """The rows of a step are grouped once, when vLLM announces which adapter each row has."""
+    """vLLM's LoRA operations by grouped rows. The rows of a step are grouped once, when vLLM says which adapter each
+    row has."""
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any):
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
@@ -141,5 +142,5 @@ def install(platform_class: type) -> None:
     if stock.__module__ != __name__:
         merged = MergedLinears(stock)
         BaseLinearLayerWithLoRA._apply_sync = lambda self, x, bias=None: merged.apply(self, x, bias)
-    # Stock vLLM looks for it at the layer's weight, which its int8 layers give up when it is packed.
+    # Stock vLLM reads the device from the layer's weight, which int8 layers do not keep once it is packed.
     base_linear._get_lora_device = lambda base_layer: torch.device("cpu")  # pyright: ignore[reportPrivateImportUsage]

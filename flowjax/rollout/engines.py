@@ -1,6 +1,6 @@
-"""Engines: several as one, the base models that they serve as episodes see them, and how many episodes they manage.
+"""Engines: several as one pool, the base models that they serve as episodes see them, and how many episodes they take.
 
-Calls go where their prefix is cached, and on to another engine when one dies.
+A pool sends a call to the engine that has its prefix cached, and on to another one when that engine dies.
 """
 
 import asyncio
@@ -31,21 +31,21 @@ from flowjax.weights.hand_over import hand_over, model_name
 from flowjax.workflows.codec import Codec
 
 _log = logging.getLogger(__name__)
-_MOST_OVER_MEAN = 1.25  # calls at one engine, relative to its share of those of all that could take them
-_ALWAYS_ROOM = 8  # calls that no engine is too busy for, but slow ones
+_MOST_OVER_MEAN = 1.25  # most calls at one engine, relative to its share of the calls of all that could take them
+_ALWAYS_ROOM = 8  # calls, times its share, that every engine has room for
 _SLOW = 1.5  # times the fastest engine's seconds for a token
 _LEAST_SHARE, _SHARE_STEP = 1 / 8, 1.05
 _REMEMBERED_CALLS = 128
 _HUNG_S = 15.0  # an engine that has not answered for this long is away
-_PREFIX_TOKENS = 64  # what tells conversations apart where the caller does not
+_PREFIX_TOKENS = 64  # of a prompt, which stand for its group if the caller names none
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 1.0
 
 
 class Member:
-    """One engine of a pool, with what is known of it. Its adapters are kept in step by the follower.
+    """One engine of a pool and its state. The follower keeps its adapters in step.
 
     `names` are the models that it listed last, `in_flight` the pool's calls that it is working on. `seconds` and
-    `tokens` are sums over its late calls, and `share` bounds its calls beside those of the fastest engine.
+    `tokens` are decaying sums over its calls, and `share` (1 for fast engines) bounds its calls.
     """
 
     def __init__(self, client: EngineClient):
@@ -81,7 +81,7 @@ class EnginePool:
     """Engines that serve the same base model. Use as an async context manager.
 
     Args:
-        clients: impatient ones, of which calls that fail are sent to another.
+        clients: impatient ones; a call that fails at one is sent to another.
         request_timeout_s: how long all of them may be away before calls fail.
     """
 
@@ -105,9 +105,9 @@ class EnginePool:
         """Sample one completion of `prompt_ids` from the model or adapter of that name, on whichever engine has it; see
         `EngineClient.generate` for `pinned`.
 
-        Calls of one `group` meet at one engine while that has room. When the engine dies, the call goes on at another
-        one from the tokens that had been streamed, with what is left of the token budget; from the prompt where replies
-        end with a stop text, are held to a grammar or have a seed.
+        Calls of one `group` go to one engine while that has room. When the engine dies, the call goes on at another one
+        from the tokens that had been streamed, with the rest of the token budget; it begins anew if replies end with a
+        stop text, follow a grammar or have a seed.
 
         Raises:
             UnknownModel: no engine that is up serves `model`.
@@ -115,7 +115,7 @@ class EnginePool:
             EngineError: an engine refuses the request.
         """
         key = group or ",".join(map(str, prompt_ids[:_PREFIX_TOKENS]))
-        # Since when no engine has sampled a token of it, and those that have failed at it since.
+        # The part sampled so far; since when no engine has sampled a token; the engines that have failed at it since.
         before, failing_s, failed = Partial(), math.inf, set[Member]()
         clock, pause_s = asyncio.get_running_loop().time, _FIRST_PROBE_S
         while True:
@@ -126,23 +126,23 @@ class EnginePool:
             member = await self._choose(model, key, min(pause_s, _LAST_PROBE_S), failed)
             member.in_flight += 1
             try:
-                # What another engine had sampled is part of the prompt now: this one goes on behind it.
+                # Tokens that another engine had sampled are part of the prompt now: this one goes on after them.
                 prompt = [*prompt_ids, *before.sampled_ids]
                 asked, began_s = replace(sampling, max_new_tokens=left), clock()
                 reply = await member.client.generate(model, prompt, asked, pinned=pinned)
                 share_calls(self.members, member, len(reply.sampled_ids), clock() - began_s)
                 before.append(reply)
                 return before.completion()
-            except UnknownModel:  # restarted, or unloaded since it was asked: another may have it, see `_choose`
+            except UnknownModel:  # the engine restarted, or unloaded it since it listed it: another may have it
                 member.names.discard(model)
             except EngineAway as away:
                 if member.up:
                     _log.info("calls move on: %s", away)
                 member.up = False
-                # A stop text or form of the grammar could lie across the seam; behind it a seed's numbers begin again.
+                # A stop text or part of a grammar may lie across the seam, and a seed would begin its numbers again.
                 whole = sampling.stop or sampling.structured_outputs or sampling.seed is not None
                 partial = Partial() if whole else away.partial
-                if partial.sampled_ids:  # the engine has moved the call forward: the time-out begins anew
+                if partial.sampled_ids:  # the call has got further: the time-out begins anew
                     failing_s, pause_s, failed = math.inf, _FIRST_PROBE_S, set()
                 else:
                     failing_s, pause_s, failed = min(failing_s, clock()), 2 * pause_s, {*failed, member}
@@ -176,7 +176,7 @@ class EnginePool:
         loads = [answer for answer in answers if isinstance(answer, Load)]
         if not loads:
             raise EngineError("no engine tells its load")
-        # Those of all: in a sum over the ones that answer, one that comes back would seem to have preempted much.
+        # Preemptions of all members: summed over those that answer, one that comes back would seem to add many at once.
         return replace(sum(loads[1:], loads[0]), preemptions=sum(member.client.preempted for member in self.members))
 
     def status(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class EnginePool:
         return {"engines": engines, "moved_calls": self.moved_calls, "continued_calls": self.continued_calls}
 
     async def _choose(self, model: str, key: str, pause_s: float, failed: Collection[Member]) -> Member:
-        """An engine for a call, rather none that `failed`; waits while all are away, `pause_s` before it first asks."""
+        """An engine for a call, one of `failed` only if no other has the model. Waits while all are away."""
         clock = asyncio.get_running_loop().time
         started_s = clock()
         while not any(member.up for member in self.members):
@@ -205,8 +205,8 @@ class EnginePool:
 
 
 def share_calls(members: Sequence[Member], member: Member, tokens: int, took_s: float) -> None:
-    """Note a call that `member` has answered. Where its tokens take more than 1.5 times as long as the fastest's, its
-    share is lowered, to an eighth at least; else raised. With fewer calls an engine samples each one faster."""
+    """Note a call that `member` has answered. If its tokens take more than 1.5 times as long as the fastest engine's,
+    its share is lowered, to an eighth at least; else raised. With fewer calls an engine samples each one faster."""
     kept = 1 - 1 / _REMEMBERED_CALLS
     member.seconds, member.tokens = kept * member.seconds + took_s, kept * member.tokens + max(tokens, 1)
     fastest_s = min(each.seconds / each.tokens for each in members if each.tokens and (each.up or each is member))
@@ -240,7 +240,7 @@ Engines = EngineClient | EnginePool
 
 
 def engines_of_base(base: Base, run_dir: Path, urls: Sequence[str]) -> Engines:
-    """The engines of a base model at these addresses, as its config wants them: one is spoken to without a pool."""
+    """The engines of a base model at these addresses: a pool, or just the client of one that does not stream."""
     engine = base.engine
     options: dict[str, Any] = {
         "prompts_per_request": engine.prompts_per_request,
@@ -289,7 +289,7 @@ def next_slots(slots: float, load: Load, preempted: int, *, playing: int, floor:
 class SlotControl:
     """The slots of a rollout service between `floor` and `ceiling`; a floor of 0 means all of them, always.
 
-    Every episode may call on every base model, so that the one that manages least decides.
+    Every episode may call every base model, so that the base with the fewest slots decides.
     """
 
     def __init__(self, *, floor: int, ceiling: int):
@@ -345,8 +345,8 @@ class ServedBase:
     async def generate(
         self, model: str, pinned: int | None, prompt_ids: Sequence[int], sampling: SamplingOptions, *, group: str
     ) -> EngineReply:
-        """One turn of the base itself; or of a policy: of the version `pinned`, or else of the newest when it begins,
-        and of those that replace it meanwhile.
+        """Sample one turn of the base itself, or of a policy: of the version `pinned`, or else of the newest when the
+        turn begins and of those that replace it meanwhile.
 
         Raises:
             EngineError: the engines are away, refuse, or do not get the version.
@@ -356,14 +356,14 @@ class ServedBase:
             with contextlib.ExitStack() as held:
                 if model != self.name:
                     version = self.follower.current(model)[0] if pinned is None else pinned
-                    # From before the request is sent: the follower would unload an old version between the two.
+                    # Before the request is sent: the follower could else unload an old version between the two.
                     name = held.enter_context(self.follower.requesting(model, version))
                 try:
                     return await self.engine.generate(
                         name, prompt_ids, sampling, group=group, pinned=pinned is not None
                     )
-                except UnknownModel:  # the engine has been restarted or not looked at yet, or holds other weights
-                    if pause_s > self._patience_s:  # it lists what it does not serve
+                except UnknownModel:  # the engine has restarted, was not asked for its list yet, or holds other weights
+                    if pause_s > self._patience_s:  # it lists the model, yet refuses it again and again
                         raise
                     self.follower.recheck(name)
                     await asyncio.sleep(pause_s)
@@ -371,10 +371,10 @@ class ServedBase:
             pause_s *= 2
 
     async def served(self, model: str, version: int | None) -> None:
-        """Wait until an engine has that version of a policy, or whichever is the current one; or the base itself.
+        """Wait until an engine has that version of a policy (None: the current one), or the base itself.
 
         Raises:
-            EngineError: none has it in time; `VersionAway` of one that is named, and can be had here.
+            EngineError: none has it in time; `VersionAway` if the version was named and is available here.
         """
         if model == self.name:
             await self._soon(model, self.follower.listed(model))
@@ -388,7 +388,7 @@ class ServedBase:
         arrival = asyncio.ensure_future(served)
         try:
             while not (await asyncio.wait({arrival}, timeout=self._patience_s))[0]:
-                # Long episodes of an evaluation are no fault: the engines are theirs until they end.
+                # Waiting for an evaluation's long episodes is no fault: they keep the engines' weights until they end.
                 if not self.follower.waits(name):
                     serving = ", ".join(sorted(self.follower.listing())) or "nothing"
                     raise away(

@@ -1,6 +1,6 @@
-"""One leased episode: from the lease to its trajectories, every turn on the version that it began with.
+"""One leased episode: from the lease to its trajectories, with the versions that sampled each turn.
 
-And many, for an evaluation in one process: each is kept as it ends, so that a second start plays what is missing.
+And many, for an evaluation in one process: each is kept as it ends, so that a second start plays only the missing ones.
 """
 
 import asyncio
@@ -78,13 +78,13 @@ class EpisodePlayer:
     config: ConfigDict
     bounds: Bounds
     needed: Mapping[str, Collection[str]]  # policy -> outcomes that its reward is made of
-    backend: Backend | None = None  # that speaks for all agents in place of the bases
+    backend: Backend | None = None  # an endpoint that speaks for all agents in place of the bases
 
     @classmethod
     def of_run(
         cls, run: Run, *, pool: EnvPool, bases: Sequence[ServedBase] = (), backend: Backend | None = None
     ) -> "EpisodePlayer":
-        """A player as the run's config wants it.
+        """The player that the run's config describes.
 
         Raises:
             ValueError: the config names a world or a workflow that cannot be used.
@@ -92,32 +92,32 @@ class EpisodePlayer:
         config, kind = run.config, find_world(run.config.env.name)
         worlds = {source: kind(**task_options(config, source)) for source in config.env.sources or ("",)}
         bounds = Bounds.of_run(run, vocabulary_sizes(run) if backend is None else {})
-        if backend is not None:  # whose tokens are others than config.rollout counts
+        if backend is not None:  # config.rollout's bounds are in tokens of the bases, which it does not have
             bounds = replace(bounds, prompt_tokens=sys.maxsize, new_tokens=sys.maxsize)
         needed = {name: required_outcomes(policy.reward.components.to_dict()) for name, policy in run.policies.items()}
         return cls(bases, pool, worlds, load_workflow(config.workflow), run.agents, config, bounds, needed, backend)
 
     async def play(self, lease: Lease) -> Episode:
-        """Play to the end. What goes wrong inside the episode is its status.
+        """Play to the end. A failure inside the episode becomes its status.
 
         Raises:
-            EngineError: the engine is gone, so the episode says nothing and should be played again.
+            EngineError: the engine is gone, so that the episode says nothing and should be played again.
         """
         limit_s = self.config.rollout.episode_timeout_s
         timeout = asyncio.timeout(limit_s)
-        sampled: set[tuple[str, str]] = set()  # policy, and the engines' name of what it was sampled from
+        sampled: set[tuple[str, str]] = set()  # policy, and the engines' name of the weights that were sampled
         try:
             async with timeout:
                 played = await self._play(lease, sampled)
             return self._checked(lease, played, self._commits(sampled))
         except EngineError:
             raise
-        except Exception as error:  # a fault of this episode's world or workflow must not reach its siblings
-            # Also a time-out of the world's own, or a reward that is no number, which the dataflow would refuse.
+        except Exception as error:  # a fault of this episode's world or workflow must not reach other episodes
+            # Also a time-out inside the world, or an outcome that is no number, which the dataflow would refuse.
             if not timeout.expired():
                 reason = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR].encode(errors="replace").decode()
                 played = Played([], {}, "env_error", reason)
-            # Whose fault: with an engine away the episode says nothing, with all of them up it was too long.
+            # With an engine away the time-out says nothing about the episode; with all of them up it was too long.
             elif all(await asyncio.gather(*(base.engine.healthy() for base in self.bases))):
                 played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")
             else:
@@ -128,7 +128,7 @@ class EpisodePlayer:
         """The episode that was played.
 
         Raises:
-            TypeError, ValueError: the workflow has returned what the dataflow would not take.
+            TypeError, ValueError: the workflow has returned something that the dataflow would refuse.
         """
         if not isinstance(played, Played):
             raise TypeError(f"config.workflow returned {type(played).__name__}: return a flowjax.workflows.Played")
@@ -137,7 +137,7 @@ class EpisodePlayer:
                 known = ", ".join(self.agents)
                 raise ValueError(f"config.workflow returned a part of agent {part.agent!r}: config.agents has {known}")
         episode = replace(self._episode(lease, played), commits=commits)
-        # The dataflow's own checks, before it is sent; the newest version it alone knows, so here any will do.
+        # The dataflow's own checks, before it is sent. Only the dataflow knows the newest version: here any passes.
         trained = {policy for base in self.bases for policy in base.policies}
         newest = {name: sys.maxsize if name in trained else UNVERSIONED for name in self.agents.values()}
         check_episode(episode, newest=newest, bounds=self.bounds)
@@ -173,7 +173,7 @@ class EpisodePlayer:
         )
 
     def _commits(self, sampled: Collection[tuple[str, str]]) -> dict[str, dict[int, str]]:
-        """The commits of what policies were sampled from, by policy and version, where they are known."""
+        """Commits of the versions that were sampled from, by policy and version, where they are known."""
         found: dict[str, dict[int, str]] = {}
         for base in self.bases:
             for policy, name in sampled:
@@ -202,8 +202,8 @@ class EpisodePlayer:
                     await base_of[policy].served(policy, version)
                 played = await self.workflow(lease.task, seed=lease.seed, env=session, agents=agents, options=options)
         lost = [name for policy, name in sampled if base_of[policy].follower.lost(name)]
-        # To the dataflow a version is its number: what the weights of before played would be trained on as what those
-        # played that have the number now. An evaluation's version may be gone: it is the only one that it can have.
+        # The dataflow knows a version by its number: tokens of the lost weights would be trained on as if those that
+        # have the number now had sampled them. An evaluation is pinned, and goes on with a version that is lost.
         if lost and lease.kind == "train":
             raise VersionAway(f"the trainer has gone back behind {', '.join(sorted(lost))}, which it was played with")
         return played
@@ -224,7 +224,7 @@ class EpisodePlayer:
             structured_outputs=json.dumps(allowed) if allowed else "",
         )
         # Seeded evaluations can be repeated; beside training they are seeded only where config.eval.seed is not -1.
-        # Training never is: equal prompts must differ in replies.
+        # Training never is seeded: the replies to one prompt must differ within a group.
         evaluation_seed = self.config.eval.seed
         is_seeded = lease.kind == "eval" and lease.temperature > 0 and evaluation_seed >= 0
         seed_of = partial(_reply_seed, evaluation_seed if is_seeded else 0, lease.seed, agent)
@@ -243,8 +243,8 @@ def _generator(
     sampled: set[tuple[str, str]],
     seed_of: Callable[[int], int] | None,
 ) -> Generate:
-    """Samples one turn: of the lease's version where it names one, else of the newest when the turn begins. Adds to
-    `sampled` what a policy was sampled from."""
+    """Function that samples one turn: from the lease's version if it names one, else from the newest when the turn
+    begins. It adds the policy, and the names of the weights that sampled it, to `sampled`."""
     numbers = itertools.count()
 
     async def generate(prompt_ids: list[int]) -> EngineReply:
@@ -263,10 +263,10 @@ def _reply_seed(seed: int, episode_seed: int, agent: str, number: int) -> int:
 
 
 class EndpointAgent(Agent):
-    """An agent of one episode.
+    """An agent of one episode that an endpoint speaks for.
 
-    The endpoint's token ids and log-probs are not known: zeros stand for them, as many as it says that it has read and
-    sampled, so that what is counted is right.
+    The endpoint's token ids and log-probs are not known: zeros stand for them, as many as the endpoint says that it has
+    read and sampled, so that counts of tokens are right.
     """
 
     def __init__(self, backend: Backend, model: str, sampling: SamplingOptions, seed_of: Callable[[int], int]):
@@ -295,7 +295,7 @@ class EndpointAgent(Agent):
         except BackendUnavailable as error:
             raise EngineError(str(error)) from error
         sampled = np.zeros(answer.usage.sampled_tokens, np.int32)
-        text = answer.text.encode(errors="replace").decode()  # half a surrogate pair is no text that can be sent
+        text = answer.text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent as UTF-8
         reply = Reply(
             text=text,
             prompt_ids=np.zeros(max(answer.usage.prompt_tokens, 1), np.int32),
@@ -314,8 +314,8 @@ class EndpointAgent(Agent):
 
 _log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<Q")
-_PAUSE_S = 1.0  # before an episode is asked for again of what was away
-_FAILED_ROUNDS = 4  # of all slots without one episode that counts, after which there is no sense in more
+_PAUSE_S = 1.0  # before an episode is tried again that met an outage
+_FAILED_ROUNDS = 4  # times the number of slots: so many failures in a row end the evaluation
 
 
 class EvaluationStopped(RuntimeError):
@@ -325,7 +325,7 @@ class EvaluationStopped(RuntimeError):
 class EpisodeFile:
     """Episodes of an evaluation in a file, in the order in which they ended.
 
-    Every record has its length before it: one that a crash cut short is overwritten.
+    Each record is its length (8 bytes, little-endian) and its content, so that one that a crash cut short is noticed.
     """
 
     def __init__(self, path: Path):
@@ -336,7 +336,7 @@ class EpisodeFile:
         return self._whole()[0]
 
     def resume(self) -> dict[str, Episode]:
-        """The whole episodes, by id. What a crash left behind them is cut off: nobody else may be adding to them."""
+        """The whole episodes, by id. A rest that a crash left after them is cut off: no other process may be adding."""
         found, end = self._whole()
         if self._path.exists() and self._path.stat().st_size > end:
             with self._path.open("r+b") as file:
@@ -367,7 +367,7 @@ class EpisodeFile:
                 break
             try:
                 episode = unpack(data[start + _LENGTH.size : end])
-            except WireError:  # of another version of flowjax: it and what follows is played again
+            except WireError:  # of another version of flowjax: this episode and those after it are played again
                 break
             found[episode.episode_id] = episode
             start = end
@@ -388,14 +388,14 @@ async def play_missing(
 
     Args:
         file: to which no other process adds meanwhile.
-        play: one episode; an `EngineError` is a failure of what answers, which says nothing about the episode.
+        play: plays one episode; an `EngineError` is a failure of engine or endpoint, not of the episode.
         slots: episodes at a time.
         attempts: plays of an episode that its world breaks, after which it is left out; a second start tries again.
-        patience_s: longest time in which nothing is answered.
+        patience_s: longest time in seconds without any answer of engine or endpoint.
         report: called with the number of episodes that are in, and of all.
 
     Raises:
-        EvaluationStopped: what answers has been away for longer, or episode after episode comes to nothing.
+        EvaluationStopped: engine or endpoint have been away for longer, or episode after episode fails.
     """
     wanted = {lease.episode_id: lease for lease in leases}
     kept = {
@@ -444,6 +444,6 @@ async def play_missing(
         async with asyncio.TaskGroup() as group:
             for _ in range(min(slots, len(wanted) - len(kept))):
                 group.create_task(slot())
-    except BaseExceptionGroup as errors:  # callers await one error, and the first has cancelled the other slots
+    except BaseExceptionGroup as errors:  # callers expect one error; the first one has cancelled the other slots
         raise errors.exceptions[0] from None
     return kept

@@ -1,6 +1,6 @@
 """The rollout service: leases episodes, plays many at once, hands their trajectories over.
 
-Every loop runs beside the others on one event loop. One that fails for good ends the service; an episode never does.
+All its loops run on one event loop. A loop that fails for good ends the service; a single episode never does.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from flowjax.weights.follow import Follower
 
 
 class VersionReports:
-    """Reports of what is served here of one policy: at once when that changes, which admits the next groups, and when
-    the dataflow asks. Every `presence_s` it is said all the same, which mends whatever went wrong on the way."""
+    """Reports to the dataflow which versions of one policy are served here: at once when that changes, which admits the
+    next groups, and when the dataflow asks. Also every `presence_s`, which makes up for a report that was lost."""
 
     def __init__(self, policy: str, served: Follower, dataflow: DataflowClient, *, presence_s: float):
         self._policy, self._served, self._dataflow, self._presence_s = policy, served, dataflow, presence_s
-        self._asked = asyncio.Event()  # since the newest report was begun
-        self._known = asyncio.Event()  # set while the dataflow, for all that it says, knows
+        self._asked = asyncio.Event()  # the dataflow asked, since the newest report was begun
+        self._known = asyncio.Event()  # set from a report on until the dataflow asks again
 
     def ask(self) -> None:
         """Report again at once: the dataflow does not know."""
@@ -55,14 +55,14 @@ class VersionReports:
         await served.ready()
         said, due_s = None, clock()
         while True:
-            # With its name: a version that is made anew after its trainer went back has its number.
+            # `current` is number and name: a version that is made anew after its trainer went back has an old number.
             current, held = served.current(policy), served.held(policy)
             if (current, held) != said or self._asked.is_set() or clock() >= due_s:
                 self._asked.clear()
                 due_s = clock() + self._presence_s
                 oldest = await self._dataflow.report_versions(policy, current[0], held)
                 served.keep_from(policy, oldest)
-                # Those that nobody may ask for any more are not held from here on, which is no news to the dataflow.
+                # Versions below `oldest` are not held from here on, which the dataflow knows: no new report for that.
                 said = current, [version for version in held if version >= oldest]
                 if not self._asked.is_set():
                     self._known.set()
@@ -84,18 +84,18 @@ class VersionReports:
 _log = logging.getLogger(__name__)
 _GATHER_S = 0.005  # how long finished episodes wait for others to be sent with
 _ITEMS_PER_MESSAGE = 64
-_MESSAGE_BYTES = 512 * 1024  # of episodes; at the least pace that the dataflow asks for it is in before its time is up
-_NAMES_BYTES = 2048  # of what stands in a message beside an episode
-_FAILED_ROUNDS = 4  # of all slots, after which the service ends
-_EXECUTOR_AWAY_S = 1800.0  # what a world asks may be away for so long, after which the service ends
-_OUTAGE_OVER_S = 900.0  # of nothing played and no error: the next one begins another outage
+_MESSAGE_BYTES = 512 * 1024  # of episodes; also at the dataflow's minimum rate it arrives within the time allowed
+_NAMES_BYTES = 2048  # of ids and names in a message, for each episode
+_FAILED_ROUNDS = 4  # times the number of slots: so many failures in a row end the service
+_EXECUTOR_AWAY_S = 1800.0  # longest outage of an executor, after which the service ends
+_OUTAGE_OVER_S = 900.0  # without an error: the next one begins another outage
 _PROBE_EVERY_S = 1.0
-_LOOK_EVERY_S = 1.0  # at the engines' load, at versions that came and went on the disk, at a lease that is held
+_LOOK_EVERY_S = 1.0  # at the engines' load, at versions on the disk, at a request for leases that is held back
 _REPORT_EVERY_S = 1.0
 _LOG_EVERY_S = 30.0
 _WINDOW_S = 10.0  # over which rates are taken
 _DRAIN_S = 5.0  # for the last messages to the dataflow
-_LAST_ANSWER_S = 1.5  # for leases that are on their way; a little longer than the dataflow holds them back unasked
+_LAST_ANSWER_S = 1.5  # for leases that are on their way; a little longer than the dataflow's default hold
 
 
 class RolloutError(RuntimeError):
@@ -139,8 +139,8 @@ class Rates:
 
 
 def read_leases(path: Path) -> list[str]:
-    """Leases that a service here held when it last wrote its status: after a crash, those of one that died. None of a
-    copied file, whose service may well play on."""
+    """Leases that a service here held when it last wrote its status: after a crash, those of the one that died. None of
+    a status file that was copied from another place: its service may still be playing."""
     try:
         status = json.loads(path.read_text())
         return [str(lease_id) for lease_id in status["leases"]] if status["place"] == place(path.parent) else []
@@ -159,14 +159,14 @@ class RolloutService:
         self._message_bytes = min(_MESSAGE_BYTES, config.dataflow.max_message_bytes // 2)
         self._renew_every_s, self._presence_s = config.dataflow.lease_s / 3, run.presence_s
         self._run_dir, self._place = run.folder, place(run.folder)
-        # By a service that was killed: nobody plays them now.
+        # Left by a service that was killed: nobody plays them now.
         self._previous_leases = read_leases(run.folder / "status-rollout.json")
         self._bases, self._dataflow, self._player = bases, dataflow, player
         self._followers = {policy: base.follower for base in bases for policy in base.policies}
         self._playing: dict[str, asyncio.Task[None]] = {}  # by lease
-        # With their leases, by kind: evaluations go apart, since training's may have to wait for the trainer.
+        # Episodes with their leases, by kind: evaluations are sent apart, since training may have to wait for room.
         self._finished: dict[str, list[tuple[str, Episode]]] = {"eval": [], "train": []}
-        self._unplayed: list[tuple[str, str]] = []  # lease, why
+        self._unplayed: list[tuple[str, str]] = []  # lease, reason ("": does not count as an attempt)
         self._asking: asyncio.Task[tuple[list[Lease], float]] | None = None
         self._slot_freed, self._something_to_send = asyncio.Event(), {kind: asyncio.Event() for kind in self._finished}
         self._reports = {
@@ -214,7 +214,7 @@ class RolloutService:
             await self._dataflow.give_back(self._previous_leases, "")
             self._previous_leases = []
         while True:
-            # Until the dataflow knows what is served here, it may give what would be played with too old a version.
+            # Until the dataflow knows what is served here, it may lease groups that need a newer version.
             await asyncio.gather(*(reports.known() for reports in self._reports.values()))
             self._slot_freed.clear()
             free = self._slot_control.slots - len(self._playing)
@@ -224,7 +224,7 @@ class RolloutService:
                 for lease in leases:
                     self._playing[lease.lease_id] = asyncio.create_task(self._episode(lease))
                 if leases:
-                    self._note_status()  # at once: who follows a service that is killed gives back what stands there
+                    self._note_status()  # at once: if this one is killed, its successor gives back the leases in there
                 if len(self._playing) >= self._slot_control.slots:
                     retry_s = 1.0
             with contextlib.suppress(TimeoutError):
@@ -233,8 +233,8 @@ class RolloutService:
                 await asyncio.sleep(_GATHER_S)
 
     async def _ask(self, slots: int) -> tuple[list[Lease], float]:
-        """Ask for episodes. That may take long while there are none and no slot here can become free, unless engines
-        go away: others are to play then."""
+        """Ask for episodes; returns leases, and seconds until it may ask again. While nothing is played here, the
+        request is held for long; it is withdrawn if engines go away, so that other workers get the episodes."""
         hold_s = None if self._playing else self._presence_s
         # A task of its own: when this loop is cancelled the leases are on their way, and `_drain` gives them back.
         asking = self._asking = asyncio.create_task(self._dataflow.lease(slots, self._playable, hold_s=hold_s))
@@ -254,7 +254,7 @@ class RolloutService:
             episode = await self._player.play(lease)
         except Exception as error:
             reason = str(error)
-            if not isinstance(error, EngineError):  # a fault of flowjax, which holds no lease until it runs out
+            if not isinstance(error, EngineError):  # a fault of flowjax: its lease is given back, too
                 _log.exception("episode %s could not be played", lease.episode_id)
                 reason = f"{type(error).__name__}: {error}"
             self._unplayed.append((lease.lease_id, "" if isinstance(error, VersionAway) else reason))  # "": no attempt
@@ -277,14 +277,14 @@ class RolloutService:
                 waits.set()
 
     def _count_failure(self, why: str) -> None:
-        """Single failures are data; when nothing else comes any more, going on would use up every task."""
+        """Count failures in a row: single ones are normal, but if nothing else comes, every task would be used up."""
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= _FAILED_ROUNDS * self._most_slots and not self._fatal.done():
             text = f"{self._failures_in_a_row} episodes in a row came to nothing, the last because: {why}"
             self._fatal.set_exception(RolloutError(text))
 
     def _count_executor_error(self, why: str) -> None:
-        """An outage uses up no task, however many episodes meet it; one without end should be seen by somebody."""
+        """Time an executor's outage: it uses up no task, however many episodes meet it, but must not go on for ever."""
         now_s = time.monotonic()
         since_s, newest_s = self._executor_away_s or (now_s, now_s)
         since_s = since_s if now_s - newest_s < _OUTAGE_OVER_S else now_s
@@ -301,12 +301,12 @@ class RolloutService:
             await self._send(kind)
 
     async def _send(self, kind: str) -> None:
-        # Deleted once they are answered: what was sent and not answered is sent again, which does no harm. Others are
-        # only put in behind them meanwhile, so that the first ones are still those that were sent.
+        # Deleted once they are answered: an episode that was sent and not answered is sent again, which does no harm.
+        # Others are only appended meanwhile, so that the first ones in the list are still those that were sent.
         if finished := _one_message(self._finished[kind], self._message_bytes):
             await self._dataflow.push(finished)
             del self._finished[kind][: len(finished)]
-        # As many as have one reason; with evaluation's, which wait for nobody.
+        # As many as share a reason, which a message has one of. In the evaluations' loop, which never waits for room.
         unplayed = list(itertools.takewhile(lambda item: item[1] == self._unplayed[0][1], self._unplayed))
         if unplayed and kind == "eval":
             await self._dataflow.give_back([lease_id for lease_id, _ in unplayed], unplayed[0][1])
@@ -323,7 +323,7 @@ class RolloutService:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._renew_every_s)
-            # Also of episodes that are played and not handed over yet, as while the dataflow has no room for them.
+            # Also leases of episodes that are played and not handed over yet, as while the dataflow has no room.
             held = [*self._playing, *self._unsent]
             for lease_id in await self._dataflow.renew(held) if held else ():
                 if lease_id in self._playing:
@@ -331,7 +331,7 @@ class RolloutService:
                     self._playing[lease_id].cancel()
 
     async def _watch(self, base: ServedBase) -> None:
-        """No episodes are leased for engines that are away, and those that stay away end the service."""
+        """Keep `base.up` current: nothing is leased while engines are away. If they stay away, the service ends."""
         while True:
             await base.watch()
             await asyncio.sleep(_PROBE_EVERY_S)
@@ -418,7 +418,7 @@ class RolloutService:
             _log.warning("%d leases could not be given back to the dataflow: they expire and are played again", left)
 
     async def _last_leases(self, asking: asyncio.Task[tuple[list[Lease], float]]) -> list[Lease]:
-        """Leases that are on their way. A request that goes on being held is withdrawn: none has been given for it."""
+        """Leases that are on their way. A request that the dataflow still holds back is withdrawn: it has got none."""
         if not (await asyncio.wait([asking], timeout=_LAST_ANSWER_S))[0]:
             asking.cancel()
             await asyncio.wait([asking])
@@ -426,7 +426,7 @@ class RolloutService:
 
 
 def _world_name(run: Run) -> str:
-    """`Task.world` of the run's tasks: all are of one world, as the first task says."""
+    """`Task.world` of the run's tasks, read from the first task: all are of one world."""
     options = task_options(run.config, next(iter(run.config.env.sources), ""))
     task = find_world(run.config.env.name)(**options).tasks("train", run.config.env.data_seed)[0]
     assert task is not None, "a source of tasks must have every index"
@@ -434,7 +434,7 @@ def _world_name(run: Run) -> str:
 
 
 def _one_message(finished: Sequence[tuple[str, Episode]], most_bytes: int) -> list[tuple[str, Episode]]:
-    """The first of these episodes, as many as one message may hold; one at least, however long it is."""
+    """The first of these episodes, as many as fit into one message; at least one, however long it is."""
     items, size_bytes = [], 0
     for lease_id, episode in finished[:_ITEMS_PER_MESSAGE]:
         size_bytes += len(pack(episode)) + _NAMES_BYTES

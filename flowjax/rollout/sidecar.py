@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes for --max-lora-rank
 INT8_FOLDER = "int8"  # in the run folder: copies of base models, by name
-_CPU_STEP_TOKENS = 1024
+_CPU_STEP_TOKENS = 1024  # of all requests in one step of the engine
 
 _ENGINE_SIDE = Path(__file__).parent / "engine_side"  # no package: for the engine's own interpreter
 _FULL_OPTIONS = {
@@ -80,7 +80,7 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
         **(_FULL_OPTIONS if "full" in trained else {}),
         **({"--quantization": "fp8"} if engine.quantize == "fp8" else {}),  # int8 is in the folder's config.json
     }
-    if base.model.template_options:  # for who asks for chat completions: the canvas's executors, agents of others
+    if base.model.template_options:  # for chat completions, which the canvas's executors and agents of others use
         options["--default-chat-template-kwargs"] = json.dumps(base.model.template_options.to_dict())
     if engine.kv_cache_bytes:
         options["--kv-cache-memory-bytes"] = engine.kv_cache_bytes
@@ -91,8 +91,8 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
         environment["PYTHONPATH"] = os.pathsep.join([str(_ENGINE_SIDE), *([inherited] if inherited else [])])
     if on_cpu:
         # Compiling takes longer than it saves, and vLLM's CPU LoRA forgoes it anyway.
-        # Prompts are read whole: of one that is read in parts, vLLM takes back what each part has drawn from the
-        # request's seed, which a CPU's generator cannot, and the engine dies.
+        # No chunked prefill: after each chunk vLLM sets a seeded request's random generator back, which a generator on
+        # the CPU cannot do, and the engine dies.
         switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
         # Smaller steps than vLLM's: their activations stay in the core's cache.
         least = max(engine.max_concurrent_sequences, engine.max_model_tokens)
@@ -102,7 +102,7 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
             options["--distributed-executor-backend"] = "uni"
     else:
         options["--gpu-memory-utilization"] = engine.gpu_memory_fraction
-        # vllm-tpu has two forms of a model, and of Qwen3 takes the one that leaves adapters out and says nothing.
+        # vllm-tpu has two implementations of a model; its default for Qwen3 ignores adapters without an error.
         environment |= {"MODEL_IMPL_TYPE": "vllm"} if tpu_chips() and "lora" in trained else {}
     argv = [python, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in options.items():
@@ -111,7 +111,8 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
 
 
 def _seed(run: Run, served: Engine) -> int:
-    """Seed of an engine: those of one seed would answer equal prompts equally. Nodes count their replicas from 0."""
+    """Seed of an engine, different for each: two with one seed would answer equal prompts equally. Each node counts its
+    replicas from 0, so that the host's name is in its seeds."""
     if not run.is_node:
         return run.config.seed + served.replica
     node = f"{run.config.seed} {run.config.name} {socket.gethostname()} {served.replica}"
@@ -133,12 +134,12 @@ def adapter_slots(policies: int, max_staleness: int) -> int:
     return policies * (max_staleness + 2)
 
 
-# vLLM's modules of an adapter's targets, where they are not called so: all maps of a layer's experts are one.
+# vLLM's modules for an adapter's targets, where the names differ: all maps of a layer's experts are one module.
 _MODULES = {"router": ("gate",)} | {name: (name, "experts") for name in ("gate_proj", "up_proj", "down_proj")}
 
 
 def unserved_targets(targets: Sequence[str]) -> Iterator[str]:
-    """Faults of an adapter's targets in a model with experts, which vLLM would refuse, or leave out and not say so."""
+    """Faults of an adapter's targets in a model with experts, which vLLM would refuse or silently leave out."""
     of_experts = [target for target in ("gate_proj", "up_proj", "down_proj") if target in targets]
     given = f"config.policy.lora.targets has {', '.join(of_experts)}"
     if len(of_experts) in (1, 2):
@@ -168,7 +169,7 @@ def _lora_options(policies: Mapping[str, Policy], max_staleness: int) -> dict[st
     max_rank = served_rank(rank)
     if max_rank is None:
         raise ConfigError(f"config.policy.lora.rank is {rank}, but vLLM serves {VLLM_RANKS[-1]} at most: lower it")
-    # Memory holds as many again: an evicted adapter is read from its folder anew, and if that is gone vLLM dies.
+    # CPU memory holds twice as many: an evicted adapter is read from its folder again, and vLLM dies if that is gone.
     versions = adapter_slots(len(adapters), max_staleness)
     return {
         "--max-lora-rank": max_rank,

@@ -38,12 +38,13 @@ from starlette.responses import JSONResponse
 logger = logging.getLogger("vllm.flowjax")  # a child of vLLM's own logger, so that it is shown
 _ROUTE, _COMPLETIONS = "/v1/load_weights", "/v1/completions"
 _PINNED = b"x-flowjax-pinned"
-_UNNAMED = "weights-half-loaded"  # what is served while nothing whole is there: nobody asks for it
+_UNNAMED = "weights-half-loaded"  # name that is served during a load: no request asks for it
 _NEWS_S = 60.0  # between lines about a load that waits
 _LOAD_S = 1800.0  # longest that a folder may take to be read
 _EVENT = b"data: "  # of a stream
 
-# Of the HTTP request that this task answers: what vLLM has said of the versions of its choices, by index.
+# For the HTTP request that the current task answers: the labels of its choices, by index. vLLM's code lies between the
+# middleware and `generate`, and passes no argument of ours on; a context variable reaches both.
 _said: ContextVar[dict[int, list[dict[str, Any]]] | None] = ContextVar("flowjax_weight_versions", default=None)
 
 
@@ -62,7 +63,7 @@ class WorkerExtension:
 
 
 class ServedWeights:
-    """The gate that completions pass, and the only one who opens and closes it."""
+    """ASGI middleware: the gate that completions pass, which it closes for a load and opens again."""
 
     def __init__(self, app: Any):
         self._app = app
@@ -109,7 +110,8 @@ class ServedWeights:
                     self._changed.notify_all()
 
     def _watch(self, client: Any) -> None:
-        """Give each completion the salt of the load that it begins after, and note what vLLM says of its versions."""
+        """Wrap the engine's `generate`: each completion gets the cache salt of the newest load, begins anew if a load
+        meets it before its first token, and has its versions noted."""
         if self._client is client or not hasattr(client, "update_weight_version"):
             return  # an older vLLM, whose weights cannot be replaced
         self._client, generate = client, client.generate
@@ -193,8 +195,8 @@ class ServedWeights:
                 raise RuntimeError(f"{path} was not read within {_LOAD_S:.0f} s") from error
             await client.update_weight_version(name)
         except BaseException:
-            # Half of the weights may be new ones: what they would sample is of no version.
-            with contextlib.suppress(Exception):  # of an engine that has died of it
+            # Half of the weights may be new: tokens that they sampled would be of no version.
+            with contextlib.suppress(Exception):  # the engine may have died of it
                 await client.pause_generation(mode="abort", clear_cache=True)
             raise
         finally:
@@ -204,7 +206,7 @@ class ServedWeights:
         logger.info("%s is served, after %.3f s in which nothing was sampled", name, time.monotonic() - began_s)
 
     async def _begin_anew(self, client: Any) -> None:
-        """Abort what has sampled nothing yet: the old weights may have read a part of its prompt."""
+        """Abort requests that have sampled nothing yet: the old weights may have read a part of their prompts."""
         processor = client.output_processor
         for request_id in self._under_way:
             states = [processor.request_states[each] for each in processor.external_req_ids.get(request_id, ())]
@@ -293,7 +295,7 @@ def _served(state: Any) -> list[Any]:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse what would kill the engine half-way: vLLM does not survive a file that is cut off.
+    """Refuse a folder that would kill the engine half-way: vLLM does not survive a file that is cut off.
 
     Raises:
         ValueError: there is no safetensors file, or one is shorter or longer than its header says.
