@@ -1,16 +1,16 @@
-"""Versions of weights as they travel: whole, or as what differs from a version that the receiver has.
+"""Versions of weights as they travel: whole, or as a delta against a version that the receiver has, the base.
 
 A packed version stands for a folder of safetensors and other files, bit for bit. Each tensor is cut into chunks, and
-each chunk takes one of three forms, sparse where few numbers differ and else the smaller of the others, all of them as
-byte planes (the first bytes of all numbers, then the second ones, ...) under zstd:
+each chunk takes one of three forms: sparse where few numbers differ, else the smaller of the other two. All are byte
+planes (the first bytes of all numbers, then the second ones, ...) compressed by zstd:
 
     whole    its numbers
-    dense    the differences to the base's numbers, as integers, zigzag: small ones of either sign are small
-    sparse   the same for those that differ alone, after the gaps between their places, one byte each up to 254
+    dense    the differences to the base's numbers, as integers in zigzag code: small ones of either sign are small
+    sparse   the differences of only those numbers that differ, after the gaps between them (a byte each, up to 254)
 
 AstraFlow's deltas are an index of four bytes and a value of two for each number that differs (its sender_agent.py);
-SkyRL's are an exclusive or under zstd. After a step of Adam most bfloat16 numbers are as they were, and those that
-differ do so in the last bits: sparse takes a little over one byte for each (`python -m tests.benchmarks.weights`).
+SkyRL's are an exclusive or (XOR) under zstd. After a step of Adam most bfloat16 numbers are unchanged, and the others
+differ in their last bits: sparse takes a little over one byte for each (`python -m tests.benchmarks.weights`).
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from jaxtyping import Int, UInt
 from flowjax.files import digest_of
 
 CHUNK_NUMBERS = 2**20  # of a tensor that are coded together: a few MB, which the processor's cache holds
-_SPARSE_BELOW = 0.4  # share of numbers that differ, above which their places cost more than they save
+_SPARSE_BELOW = 0.4  # share of numbers that differ, above which coding their places costs more than it saves
 _LEVEL = 1  # of zstd: planes of small differences shrink no further with more
 _NUMBER_BYTES = {"F64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _END = struct.Struct("<32sQ")  # digest and length of the index before it
-_GAP = 255  # a byte of this value adds so much to the gap that ends with the next other one
+_GAP = 255  # a byte of this value adds 255 to a gap, which goes on with the next byte; any other value ends the gap
 
 
 class DeltaError(ValueError):
@@ -60,7 +60,7 @@ class _TensorFile:
             size = file.read(8)
             self.head = size + file.read(struct.unpack("<Q", size)[0])
         self.tensors = _tensors(self.head)
-        self._alike = {(tensor.name, tensor.kind): tensor for tensor in self.tensors}  # adapters of experts: 37,000
+        self._alike = {(tensor.name, tensor.kind): tensor for tensor in self.tensors}  # up to 37,000, with experts
         self._data = np.memmap(path, np.uint8, "r", offset=len(self.head)) if self.tensors else np.zeros(0, np.uint8)
 
     def numbers(self, tensor: _Tensor) -> UInt[np.ndarray, "numbers"]:
@@ -85,7 +85,7 @@ def _tensors(head: bytes) -> list[_Tensor]:
 
 
 def pack_folder(folder: Path, base: Path | None, target: Path) -> None:
-    """Write the files of `folder` into one, as what differs from `base`, or whole without one."""
+    """Write the files of `folder` into one file, as a delta against `base`, or whole without a base."""
     files = []
     with target.open("wb") as out:
         for path in sorted(path for path in folder.iterdir() if path.is_file()):
@@ -120,7 +120,7 @@ def _write_chunks(out: BinaryIO, new: _TensorFile, base: _TensorFile | None) -> 
 def _in_some_form(new: np.ndarray, base: np.ndarray | None, compress: Any) -> tuple[str, list[bytes]]:
     if base is None:
         return "whole", [compress(_planes(new))]
-    places = np.flatnonzero(new != base)
+    places = np.flatnonzero(new != base)  # of bits: as integers, also 0.0 and -0.0 differ, and a NaN equals itself
     if len(places) <= _SPARSE_BELOW * len(new):
         difference = _zigzag(new[places] - base[places])
         return "sparse", [compress(_gaps(places)), compress(_planes(difference))]
@@ -129,11 +129,11 @@ def _in_some_form(new: np.ndarray, base: np.ndarray | None, compress: Any) -> tu
 
 
 def open_folder(packed: Path, base: Path | None, folder: Path) -> None:
-    """Write the files that a packed version stands for into `folder`, which is there and empty.
+    """Write the files that a packed version stands for into `folder`, which exists and is empty.
 
     Raises:
-        DeltaError: `base` is not what it was packed against, or the file is damaged.
-        OSError: it cannot be read, or the folder not be written.
+        DeltaError: `base` is not the one it was packed against, or the file is damaged.
+        OSError: the file cannot be read, or the folder cannot be written.
     """
     try:
         with packed.open("rb") as source:
@@ -213,8 +213,8 @@ def _from_planes(data: bytes, kind: Any) -> UInt[np.ndarray, "numbers"]:
 
 
 def _zigzag(difference: UInt[np.ndarray, "numbers"]) -> UInt[np.ndarray, "numbers"]:
-    """0, -1, 1, -2, ... as 0, 1, 2, 3, ...; differences are modulo the numbers' range."""
-    # A negative number shifted right by all bits but one is all ones, and an exclusive or with that flips every bit.
+    """0, -1, 1, -2, ... as 0, 1, 2, 3, ...; differences are modulo the numbers' range, so that adding them is exact."""
+    # A negative number shifted right by all bits but one is all ones, and XOR with that flips every bit.
     signed = difference.view(difference.dtype.str.replace("u", "i"))
     return ((signed << 1) ^ (signed >> (8 * difference.itemsize - 1))).view(difference.dtype)
 
@@ -225,7 +225,7 @@ def _from_zigzag(code: UInt[np.ndarray, "numbers"]) -> UInt[np.ndarray, "numbers
 
 
 def _gaps(places: Int[np.ndarray, "places"]) -> bytes:
-    """Ascending places as the numbers left out before each, in bytes."""
+    """Ascending places as gaps: for each, the count of numbers skipped before it, coded in bytes."""
     gaps = np.diff(places, prepend=-1) - 1
     # A gap of 600 is 255, 255, 90: as many bytes of 255 as fit, then the rest, which ends it and is below 255.
     ends = np.cumsum(gaps // _GAP + 1)

@@ -1,14 +1,14 @@
 """The follower: makes the engines serve what the trainer has published.
 
-For each engine by itself it compares what is wanted (the newest committed step of each policy, and every version in
-use) with what the engine lists, and loads what is missing. A version is served once one engine has it; the others catch
-up, as do engines that were restarted. A version reaches an engine as an immutable folder `adapters/<policy>@<step>`,
-under a name of its own. An engine holds several adapters, so a request in flight ends on the version it began with, and
-nothing pauses. Full weights replace each other under the requests in flight, which go on with the new ones: an engine
-holds one version, as long as an episode is pinned to it.
+For each engine by itself it compares the versions wanted (the newest committed step of each policy, and every version
+in use) with those that the engine lists, and loads the missing ones. A version is served once one engine has it; the
+others catch up, as do engines that were restarted. A version reaches an engine as an immutable folder
+`adapters/<policy>@<step>`, under a name of its own. An engine holds several adapters, so that a request in flight ends
+on the version it began with, and nothing pauses. Full weights replace each other under the requests in flight, which go
+on with the new ones: an engine holds one version, and keeps it as long as an episode is pinned to it.
 
-A version is its number and its commit. Where the trainer has gone back and makes a number anew, engines still hold the
-weights of before as `<policy>@<step>`, and their caches go by names: the new ones come as `<policy>@<step>.<commit>`.
+A version is its number and its commit. When the trainer goes back and makes a number anew, engines still hold the lost
+weights as `<policy>@<step>`, and their caches go by names: the new ones are served as `<policy>@<step>.<commit>`.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _OBSERVE_EVERY_S = 2.0  # how long the engine's own list may be out of date when nothing hints at a change
 _FIRST_LOOK_S = 5.0  # for engines that hang when the others answer
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
-_LACKING_S = 20.0  # of nothing but faults of this machine, after which a new start is tried rather than the next file
+_LACKING_S = 20.0  # of faults of this machine alone, after which the process ends: a restart may help
 
 
 class WeightsError(RuntimeError):
@@ -47,7 +47,7 @@ class FollowedEngine(EngineWeights, Protocol):
 
 
 class _Served:
-    """Versions that one engine serves, and those that it would not take."""
+    """Versions that one engine serves, and when those that it refused are tried again."""
 
     def __init__(self, engine: FollowedEngine):
         self.engine = engine
@@ -68,7 +68,7 @@ class Follower:
 
     Args:
         engines: where versions go.
-        run_dir: holds `checkpoints/<policy>/`, `adapters/` and `adapters.txt`, the commits that those were made of.
+        run_dir: holds `checkpoints/<policy>/`, `adapters/`, and `adapters.txt` with the commits that adapters are of.
         hand_overs: the published policies, and in which form each reaches the engine.
         max_staleness: versions behind the current one that stay loaded even when unused. Engines hold few.
         poll_s: interval at which the checkpoint folders are listed.
@@ -118,7 +118,8 @@ class Follower:
         return self._current[policy], self._confirmed[policy]
 
     def name(self, policy: str, version: int) -> str:
-        """The engines' name of a version: as it is committed now, and of the current one as confirmed until then."""
+        """The engines' name of a version: that of its present commit; of the current version, the name that engines
+        have confirmed, as long as one lists it."""
         name = self._confirmed.get(policy, "")
         return name if self._current.get(policy) == version and self._lists(name) else self._committed(policy, version)
 
@@ -127,7 +128,7 @@ class Follower:
         return self._names.commit(name)
 
     def lost(self, name: str) -> bool:
-        """True if the trainer has gone back behind the version of that name: it is gone, or was made anew."""
+        """True if the version of that name is lost because the trainer went back: it is gone, or was made anew."""
         policy, version = served_version(name)
         newest = self._newest(policy)
         return newest is None or version > newest or name != self._committed(policy, version)
@@ -140,7 +141,7 @@ class Follower:
 
     @contextmanager
     def requesting(self, policy: str, version: int) -> Iterator[str]:
-        """While entered, the version that has the name yielded is kept on the engines, also if it is made anew."""
+        """While entered, the version is kept on the engines under the name yielded, even if its number is made anew."""
         name = self.name(policy, version)
         self._in_flight[name] += 1
         try:
@@ -148,11 +149,11 @@ class Follower:
                 yield name
         finally:
             self._in_flight[name] -= 1
-            self._in_flight += Counter()  # forgets those of none
+            self._in_flight += Counter()  # drops names with a count of 0
 
     @contextmanager
     def using(self, policy: str, version: int, *, pinned: bool = False) -> Iterator[None]:
-        """While entered, the version is kept on the engines; where they hold one alone, only if it is `pinned`."""
+        """While entered, the version is kept on the engines; full weights only if they are `pinned`."""
         counters = (self._in_use, self._pinned) if pinned else (self._in_use,)
         key = policy, version
         for counter in counters:
@@ -170,9 +171,9 @@ class Follower:
         return sorted(version for name, version in self._in_use if name == policy)
 
     def held(self, policy: str) -> list[int]:
-        """Versions of a policy that may still be asked for and can be had here without taking anything from others: in
-        place those that an engine serves, else also those that it has not loaded. None newer than the newest that is
-        committed: a trainer that went back has lost it."""
+        """Versions of a policy that may still be asked for and can be served here without replacing another one: with
+        full weights those that an engine serves, else also those not loaded yet. None newer than the newest that is
+        committed: it is lost, because the trainer went back."""
         oldest = self._oldest_needed[policy]
         committed = list(takewhile(lambda step: step >= oldest, newest_first(self._run_dir / "checkpoints" / policy)))
         if self._hand_overs[policy].in_place:
@@ -184,7 +185,7 @@ class Follower:
         return sorted(version for version in known if oldest <= version <= newest)
 
     def keep_from(self, policy: str, version: int) -> None:
-        """Older versions than this one will not be asked for again; before the first call, any may be."""
+        """Note that versions older than this will not be asked for again; before the first call, any may be."""
         self._oldest_needed[policy] = version
 
     async def ready(self) -> None:
@@ -204,7 +205,7 @@ class Follower:
         self._wanted[key] += 1
         try:
             self._hurry()
-            async with self._changed:  # the name is looked up at each change: it may be made anew meanwhile
+            async with self._changed:  # the name is looked up at each change: the version may be made anew meanwhile
                 await self._changed.wait_for(lambda: self._lists(self.name(policy, version)))
         finally:
             self._wanted[key] -= 1
@@ -283,8 +284,8 @@ class Follower:
                 if not down:
                     _log.info("waiting for an engine: %s", error)
                 down = True
-                # An engine may be away for as long as it likes: who needs it has the time-out. What this machine
-                # lacks nobody else may come to see, where all wait for the next version.
+                # An engine may be away for any time: callers that need it have time-outs. But a fault of this machine
+                # may be noticed nowhere else, while everyone waits for the next version.
                 lacking_from_s = min(lacking_from_s, time.monotonic()) if explain(error) else float("inf")
                 if time.monotonic() - lacking_from_s > _LACKING_S:
                     raise WeightsError(f"no version could be seen for {_LACKING_S:.0f} s ({explain(error)})") from error
@@ -335,7 +336,7 @@ class Follower:
         name = self._committed(policy, version)
         if version == current and name == self._confirmed[policy]:
             return
-        # Down only where the trainer has gone back, so that the older version is the newest that is committed.
+        # Down only if the trainer has gone back: then the older version is the newest that is committed.
         if version < current and version != self._newest(policy):
             return  # another engine was faster with the next one
         async with self._changed:
@@ -365,7 +366,7 @@ class Follower:
                 if not folder.exists():
                     await asyncio.to_thread(self._write_folder, policy, version, commit, folder)
             await self._hand_overs[policy].load(served.engine, name, folder)
-        except Exception as caught:  # whatever went wrong, what counts is whether the engine lists the name
+        except Exception as caught:  # whatever it is: what counts is whether the engine lists the name now
             error = caught
         await self._observe(served)
         if name in served.observed:
@@ -389,8 +390,8 @@ class Follower:
             raise CheckpointError(f"version {version} of {policy} was made anew while it was read")
 
     async def _retire(self, served: _Served, policy: str) -> None:
-        """Unload what is behind the staleness bound and not in use, and the weights of before of what was made anew;
-        then delete those folders that nobody will need."""
+        """Unload versions that are behind the staleness bound and not in use, and lost weights whose number was made
+        anew; then delete the folders that nobody will need."""
         if policy not in self._current:
             return
         oldest_loaded = self._current[policy] - self._max_staleness
@@ -411,10 +412,10 @@ class Follower:
                 await asyncio.to_thread(shutil.rmtree, self._adapters / name, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Forget unfinished folders, and those whose checkpoint may have been written anew since they were made.
+        """Delete unfinished folders, and those whose checkpoint may have been written anew since they were made.
 
-        What an engine lists stays. So does a folder without a checkpoint while newer checkpoints exist: an evaluation
-        may still be pinned to it. Those of policies on other engines are not ours.
+        Versions that an engine lists stay. So does a folder without a checkpoint while newer checkpoints exist: an
+        evaluation may still be pinned to it. Folders of policies on other engines belong to other followers.
         """
         self._adapters.mkdir(parents=True, exist_ok=True)
         for policy in self._policies:
@@ -429,7 +430,7 @@ class Follower:
 
 
 class _Retry:
-    """Time at which a failing version is tried again: doubling waits from the first failure."""
+    """Time at which a failing version is tried again: exponential backoff from the first failure on."""
 
     def __init__(self):
         self.failures = 0

@@ -35,8 +35,8 @@ def peft_config(lora: Lora, base_path: str) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base_path),
         "r": lora.rank,
-        # The scale as that of plain LoRA: PEFT joins experts' gate and up into one map of twice the rank and alpha,
-        # whose scale would be another with rsLoRA.
+        # The scale is written as plain LoRA's alpha / r, also of rsLoRA: PEFT joins experts' gate and up into one map
+        # of twice the rank and alpha. That keeps alpha / r, but not rsLoRA's alpha / sqrt(r).
         "lora_alpha": lora.scale * lora.rank,
         "use_rslora": False,
         "use_dora": False,
@@ -52,8 +52,8 @@ def peft_config(lora: Lora, base_path: str) -> dict[str, Any]:
 def write_peft_folder(
     folder: Path, tensors: Mapping[str, np.ndarray], described: Mapping[str, Any], *, card: str = ""
 ) -> None:
-    """Write adapter_model.safetensors and adapter_config.json into a new folder; README.md, too, where there is a
-    model card."""
+    """Write adapter_model.safetensors and adapter_config.json into a new folder; also README.md, if there is a model
+    card."""
     with new_folder(folder) as unfinished:
         save_file(
             {name: np.ascontiguousarray(array) for name, array in tensors.items()},
@@ -65,7 +65,7 @@ def write_peft_folder(
 
 
 def link_folder(made: Path, folder: Path) -> None:
-    """The folder of a version whose files are on this disk already; nothing is copied, where the disk has links."""
+    """Make the folder of a version from files that are on this disk already: by hard links, else by copies."""
     with new_folder(folder) as unfinished:
         for path in made.iterdir():
             if path.name == COMMIT_MARKER:  # Orbax's own, of the folder as a part of a checkpoint
@@ -77,7 +77,7 @@ def link_folder(made: Path, folder: Path) -> None:
 
 
 def remove_unfinished(parent: Path, policy: str) -> None:
-    """Sweep what a killed writer of the policy's versions left in `parent`."""
+    """Delete unfinished folders of the policy's versions that a killed writer left in `parent`."""
     for path in parent.glob(f".{policy}@*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -95,7 +95,7 @@ class ServedNames:
     and one that has unloaded it may still have its prefixes cached.
 
     Args:
-        path: of the file that says so, a line `<name> <commit>` each; made where it is missing.
+        path: of the file that holds them, one line `<name> <commit>` each; made if missing.
     """
 
     def __init__(self, path: Path):
@@ -106,8 +106,8 @@ class ServedNames:
         self._others: set[str] = set()
 
     def of(self, policy: str, version: int, commit: str | None) -> str:
-        """The name of that commit of a version; the one given last where the commit is not known: the checkpoint was
-        thinned out, or is lost and not made anew yet."""
+        """The name of a version of that commit. If the commit is not known, since the checkpoint was thinned out, or is
+        lost and not made anew yet: the name that was given last."""
         plain = model_name(policy, version)
         newest = self._newest.get((policy, version), plain)
         if commit is None or (self._commits.get(newest, commit) == commit and newest not in self._others):
@@ -119,8 +119,8 @@ class ServedNames:
         return self._commits.get(name, "")
 
     def seen(self, names: Collection[str]) -> None:
-        """Take in what an engine lists. A name without a commit that nobody wrote down here stands for weights of
-        another run, or of another folder: it is not taken for ours."""
+        """Note the names that an engine lists. A name without a commit that was never written down here stands for
+        weights of another run or folder: it will not be used for ours."""
         self._others.update(name for name in names if name not in self._commits and "." not in name.partition("@")[2])
 
     def note(self, name: str, commit: str) -> None:
@@ -141,12 +141,12 @@ class EngineWeights(Protocol):
 
 
 class HandOver(Protocol):
-    """A form of hand-over. `in_place`: a version replaces the one before it, so that the engine holds one alone."""
+    """A form of hand-over. `in_place`: a version replaces the one before it, so that the engine holds only one."""
 
     in_place: bool
 
     def write(self, folder: Path, arrays: Any) -> None:
-        """Make the immutable folder of a version from what its checkpoint holds."""
+        """Make the immutable folder of a version from the arrays of its checkpoint."""
         ...
 
     async def load(self, engine: Any, name: str, folder: Path) -> None:
@@ -155,7 +155,7 @@ class HandOver(Protocol):
 
 
 def make_folder(form: HandOver, checkpoints: Path, version: int, folder: Path) -> None:
-    """Make the folder of a version: of what its checkpoint has for engines, else from its arrays.
+    """Make the folder of a version: from `handed_over` of its checkpoint if it has that, else from its arrays.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -200,8 +200,8 @@ class FullHandOver:
             save_decoder(decoder_of(self._model, arrays), unfinished, dtype=jnp.dtype(self._dtype))
 
     def writer(self, trained: nnx.State) -> Callable[[Path], None]:
-        """Maker of the folder of these arrays. A copy of them, in the engine's precision, is taken off the devices at
-        once, since a trainer goes on to change them."""
+        """Function that makes the folder of these arrays. They are copied off the devices at once, in the engine's
+        precision, since the trainer goes on to change them."""
         arrays = jax.tree.map(lambda leaf: np.array(leaf.astype(self._dtype)), nnx.to_pure_dict(trained))
         return partial(self.write, arrays=arrays)
 

@@ -2,9 +2,9 @@
 
     python -m flowjax.weights.mirror --run=<run folder of the node>
 
-The copy has the layout of the run's own folder, with what engines are given of each version in the place of its arrays
-(`flowjax.weights.follow` takes either). Files come from the dataflow (`flowjax.weights.source`). A version comes as
-what differs from the newest one that is here, or whole, and is renamed into place when all of it is there.
+The copy has the layout of the run's own folder, but each version has the folder that engines are given in place of its
+arrays (`flowjax.weights.follow` takes either). Files come from the dataflow (`flowjax.weights.source`). A version comes
+as a delta against the newest one that is here, or whole, and is renamed into place when all of it is there.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from flowjax.weights.source import OriginError, RunSource, source
 
 _LOOK_EVERY_S = 0.5  # at the versions of the run
 _LAST_RETRY_S = 10.0
-_OF_MODELS = (".json", ".safetensors", ".jinja", ".model", ".txt")
-_OF_MODEL_FOLDERS = (".", "chat_templates")
+_OF_MODELS = (".json", ".safetensors", ".jinja", ".model", ".txt")  # suffixes of files that a model reads
+_OF_MODEL_FOLDERS = (".", "chat_templates")  # and their folders
 
 
 class OtherModelError(OriginError):
@@ -39,10 +39,10 @@ class OtherModelError(OriginError):
 
 
 async def fetch_bases(run: Run, origin: RunSource) -> None:
-    """Have every base model of the run on this machine, and the very one where a folder of that name is here already.
+    """Fetch the base models of the run that this machine lacks, and check that those already here are the same.
 
     Raises:
-        OtherModelError: that folder holds another, or something else.
+        OtherModelError: the folder of one holds another model, or something else.
         OriginError: the run's machine does not have one either, or it does not come whole.
         aiohttp.ClientError, OSError: the run does not answer any more.
     """
@@ -50,7 +50,7 @@ async def fetch_bases(run: Run, origin: RunSource) -> None:
         folder = Path(base.model.path)
         if not _has_model(folder):
             async with _sole_fetcher(folder):
-                if not _has_model(folder):  # nor has whoever fetched until now
+                if not _has_model(folder):  # another node may have fetched it while this one waited
                     await _fetch_base(name, folder, origin)
                     continue
         files = (await origin.ask(f"/files/bases/{name}"))["files"]
@@ -84,7 +84,7 @@ async def _sole_fetcher(folder: Path) -> AsyncIterator[None]:
 
 
 async def _fetch_base(name: str, folder: Path, origin: RunSource) -> None:
-    # Before anything comes: a folder that holds something cannot be replaced by a rename.
+    # Checked before the download: a folder that holds something cannot be replaced by a rename.
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OtherModelError(
             f"config.model.path is {str(folder)!r}, which holds no config.json and is not empty: give a path that does "
@@ -104,9 +104,9 @@ async def _fetch_base(name: str, folder: Path, origin: RunSource) -> None:
 
 
 def _difference(folder: Path, files: Sequence[tuple[str, int, str]]) -> str:
-    """In which file a folder differs from a model's listed ones, in words before the model's name; "" if in none.
+    """The first difference of a folder from a model's listed files, in words that go before the model's name; or "".
 
-    Pages and other formats of the weights do not count.
+    Readmes and other formats of the weights do not count.
     """
     listed = {name: rest for name, *rest in files if _is_of_model(Path(name))}
     places = [path.relative_to(folder) for part in _OF_MODEL_FOLDERS for path in (folder / part).glob("*")]
@@ -121,7 +121,7 @@ def _difference(folder: Path, files: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _is_of_model(place: Path) -> bool:
-    """True for a file at that place in a model's folder that changes what the model says."""
+    """True if a file at that place in a model's folder can change the model's output."""
     hidden = place.name.startswith(".")
     return not hidden and place.suffix in _OF_MODELS and str(place.parent) in _OF_MODEL_FOLDERS
 
@@ -141,7 +141,8 @@ class _Listed:
         return sum(other > step for other in self.fetched)
 
     def lacks(self, step: int, identity: str | None) -> bool:
-        """True of a version that was made anew, or is newer than all there are. Older ones may just be deleted."""
+        """True if the run has lost that version: it was made anew, or is newer than all that the run has. An older one
+        that is not listed may just have been thinned out."""
         return step > max(self.steps, default=-1) or self.steps.get(step, identity) != identity
 
 
@@ -159,12 +160,12 @@ class WeightsMirror:
         self, run_dir: Path, origin: RunSource, *, one_at_a_time: Collection[str] = (), hold_s: float = _LOOK_EVERY_S
     ):
         self._checkpoints, self._origin = run_dir / "checkpoints", origin
-        self._one_at_a_time, self._latest = one_at_a_time, ""  # the policy of which something was fetched last
-        self._name = uuid.uuid4().hex  # by which the run knows what is here
-        self._hold_s, self._mark = hold_s, ""  # what the run said last of its versions
+        self._one_at_a_time, self._latest = one_at_a_time, ""  # the policy of which a version was fetched last
+        self._name = uuid.uuid4().hex  # in requests: the run keeps the version that the node of this name has, as base
+        self._hold_s, self._mark = hold_s, ""  # the mark of the run's newest answer about its versions
 
     async def follow(self) -> None:
-        """Do so until cancelled, however often the run is away."""
+        """Update until cancelled, however often the run is away."""
         pause_s, said = _LOOK_EVERY_S, ""
         while True:
             try:
@@ -179,21 +180,21 @@ class WeightsMirror:
             await asyncio.sleep(pause_s)
 
     async def update(self) -> None:
-        """Fetch what is missing, the newest versions first, and forget what the run no longer has.
+        """Fetch missing versions, the newest first, and delete those that the run no longer has.
 
-        The run is asked again after each version, since a newer one goes before the rest; and while one comes, since
-        its trainer may go back behind that one, or behind what is played here.
+        The run is asked again after each version, since a newer one goes before the rest; and during a download, since
+        its trainer may go back and lose that version, or those that are played here.
 
         Raises:
             OriginError: the run refuses some versions; the others are here.
-            aiohttp.ClientError, OSError: something did not come.
+            aiohttp.ClientError, OSError: a download failed.
         """
         refused: dict[_Version, str] = {}
         while True:
             listed = await self._ask()
             for policy, of in listed.items():
                 self._sweep(policy, of.steps)
-                # But for the newest that is here, though the run may not have it any more: what comes is against it.
+                # Not the newest that is here, even if the run no longer has it: the next version comes as its delta.
                 self._forget(policy, [step for step in self._steps(policy)[:-1] if step not in of.steps])
             missing = [version for version in self._missing(listed) if version not in refused]
             if not missing:
@@ -209,16 +210,16 @@ class WeightsMirror:
             raise OriginError("; ".join(refused.values()))
 
     async def _until_others(self) -> None:
-        """Return when the run has other versions than it last said. It holds its answers back for that."""
+        """Return when the run has other versions than in its newest answer. It holds its answers back until then."""
         mark = self._mark
         while mark == self._mark:
             answer = await self._origin.ask(f"/files/weights?known={mark}&hold_s={self._hold_s:g}")
             mark = answer["mark"]
 
     async def _ask(self) -> "Mapping[str, _Listed]":
-        """Ask for the versions of each policy, and forget those here that the run has lost or made anew.
+        """Ask for the versions of each policy, and delete those here that the run has lost or made anew.
 
-        These are an earlier run's, or those of a trainer that has gone back; engines must not play them.
+        They are from an earlier run, or from before its trainer went back; engines must not play them.
         """
         answer = await self._origin.ask("/files/weights")
         self._mark = answer["mark"]
@@ -265,8 +266,8 @@ class WeightsMirror:
         """Delete versions that are gone at the run, or were made anew there."""
         for step in steps:
             folder = self._folder(policy, step)
-            gone = folder.with_name(f".gone-{step}")  # renamed first: who dies meanwhile leaves no half of a version
-            shutil.rmtree(gone, ignore_errors=True)  # what such a death has left
+            gone = folder.with_name(f".gone-{step}")  # renamed first: a death meanwhile leaves no half of a version
+            shutil.rmtree(gone, ignore_errors=True)  # left by such a death
             folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
@@ -274,7 +275,7 @@ class WeightsMirror:
         return self._checkpoints / policy / f".part-{step}-{identity}"
 
     def _sweep(self, policy: str, wanted: Mapping[int, str]) -> None:
-        """Delete what has come of versions that nobody wants any more, and what a kill has left of gone ones."""
+        """Delete unfinished downloads of versions that are not wanted any more, and rests of deleted ones."""
         known = {self._unfinished(policy, step, identity) for step, identity in wanted.items()}
         left = {path for name in (".part-*", ".gone-*") for path in self._checkpoints.glob(f"{policy}/{name}")}
         for other in left - known:
@@ -295,12 +296,12 @@ class WeightsMirror:
         if (await self._ask())[policy].lacks(step, identity):
             return
         # Marker, then rename: the follower lists numbered folders with a marker, and must find none that is not whole.
-        replace_file(unfinished / COMMIT_MARKER, identity)  # as a copy of it, with no arrays
+        replace_file(unfinished / COMMIT_MARKER, identity)  # the run's commit, which `commit_of` reads
         unfinished.rename(folder)
         logging.info("%s %d is here, by %d bytes", policy, step, size_bytes)
 
     async def _unpack(self, policy: str, step: int, base: int | None, unfinished: Path) -> int:
-        """Make what engines are given of a version from its pack. Returns the pack's size in bytes."""
+        """Fetch the pack of a version, and make the folder that engines are given from it. Returns the pack's bytes."""
         path, made = f"/files/weights/{policy}/{step}", unfinished / HANDED_OVER
         key = "" if base is None else f"{base}.{commit_of(self._checkpoints / policy, base)}"
         answer = await self._origin.ask(f"{path}?base={key}&node={self._name}")
@@ -311,7 +312,7 @@ class WeightsMirror:
             )
         packed = unfinished / name
         await self._origin.fetch(f"/files/packs/{name}", packed, size_bytes, digest)
-        for left in [path for path in unfinished.iterdir() if path != packed]:  # by a start that was killed
+        for left in [path for path in unfinished.iterdir() if path != packed]:  # left by a start that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         known = self._folder(policy, base) / HANDED_OVER if base is not None and answer["base"] else None
         try:
@@ -320,7 +321,7 @@ class WeightsMirror:
         except DeltaError:
             packed.unlink()
             raise
-        packed.unlink()  # only now: where the disk is full it need not come again
+        packed.unlink()  # only now: if opening it fails on a full disk, it need not come again
         return size_bytes
 
 

@@ -2,10 +2,10 @@
 
 The folder of a checkpoint holds three items, each readable without the others: `adapter` (what the engine needs),
 `optimizer` and `data` (JSON: counters, iterator and random state). Where all weights are trained a fourth,
-`handed_over`, has them as engines read them, so that nobody reads the trained ones, twice as large, to make these.
+`handed_over`, has them as engines read them: nobody has to read the trained ones, twice as large, to make these.
 
 A version between two checkpoints has `handed_over` alone, or `adapter` where there is none. It is a version like any
-other, but no trainer can go on from it: `data` is what a checkpoint has and such a one lacks.
+other, but no trainer can go on from it: it lacks `data`, which every checkpoint has.
 """
 
 import errno
@@ -32,8 +32,8 @@ from flowjax.monitor.trouble import explain, quiet_orbax
 
 PyTree = Any
 COMMIT_MARKER = "commit_success.txt"
-HANDED_OVER = "handed_over"  # in a step: what engines are given; in a node's copy, in the place of the arrays
-_STATE = "data"  # in a checkpoint: what a version between two of them lacks
+HANDED_OVER = "handed_over"  # in a step: the folder that engines are given; in a node's copy it replaces the arrays
+_STATE = "data"  # only checkpoints have it, not the versions between them
 _LOCK_FILE = "trainer.lock"
 _HANDOVER_S = 10.0  # longest that a trainer that is stopping may take
 _log = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class Restored:
 
 
 def newest_first(directory: Path) -> Iterator[int]:
-    """Steps published in `directory`, each looked at when it is asked for: however many are kept, the first few are
-    cheap enough to poll. One listing, no manager.
+    """Steps published in `directory`, descending. The marker of a step is looked for only when that step is asked for,
+    so that the first few are cheap to poll, however many are kept. One listing, no manager.
 
     Orbax writes into a folder of another name, puts the marker there and renames it last (where renames are not atomic
     it writes in place and the marker alone commits), so a numbered folder with a marker is complete.
@@ -75,7 +75,7 @@ def whole_steps(directory: Path) -> list[int]:
 
 
 def has_arrays(directory: Path, step: int) -> bool:
-    """True of a step that `read_adapter` reads; False where it has what engines are given alone."""
+    """True if `read_adapter` can read the step; False if it has only the folder that engines are given."""
     folder = directory / str(step)
     return (folder / "adapter").exists() or not (folder / HANDED_OVER).exists()
 
@@ -83,8 +83,8 @@ def has_arrays(directory: Path, step: int) -> bool:
 def commit_of(directory: Path, step: int) -> str | None:
     """The commit that made a step, in digits; None where there is no such step.
 
-    A version is its number and its commit: one that a trainer makes anew, because it has gone back, has the number of
-    the one before and another commit. It is the time of the commit in nanoseconds; a node's copy says that of the run.
+    A version is its number and its commit: one that a trainer makes anew, because it has gone back, has an old number
+    and a new commit. The commit is the marker's time in nanoseconds; in a node's copy the marker holds that of the run.
     """
     try:
         with (directory / str(step) / COMMIT_MARKER).open() as marker:
@@ -109,13 +109,13 @@ def read_adapter(directory: Path, step: int) -> dict[str, Any]:
 
 
 class _FolderHandler(ocp.AsyncCheckpointHandler):
-    """Has a folder of a step made by a function of the caller's, in the background as the arrays are."""
+    """Has an item of a step made by the caller's function, in the background, as Orbax writes the arrays."""
 
     async def async_save(self, directory: epath.Path, args: "_FolderSave") -> list[future.Future]:
         return [future.CommitFutureAwaitingContractedSignals(self._make(directory, args), name=HANDED_OVER)]
 
     async def _make(self, directory: epath.Path, args: "_FolderSave") -> None:
-        directory.rmdir()  # Orbax has made it, and a folder of a version is there once all of it is
+        directory.rmdir()  # made by Orbax; `new_folder` renames a whole folder into place, and refuses one that exists
         args.make(Path(directory))
 
     def save(self, directory: epath.Path, args: "_FolderSave") -> None:
@@ -125,14 +125,14 @@ class _FolderHandler(ocp.AsyncCheckpointHandler):
         raise NotImplementedError
 
 
-@ocp.args.register_with_handler(_FolderHandler, for_save=True, for_restore=True)  # without either it is unknown
+@ocp.args.register_with_handler(_FolderHandler, for_save=True, for_restore=True)  # Orbax asks for both
 @dataclass
 class _FolderSave(ocp.args.CheckpointArgs):
-    make: Callable[[Path], None] = field(repr=False)  # it holds all weights
+    make: Callable[[Path], None] = field(repr=False)  # it holds all weights, which no log should print
 
 
 class _KeepWhole(preservation_policy.PreservationPolicy):
-    """Keeps the newest checkpoints, however many versions lie between and after them."""
+    """Orbax policy that keeps the newest checkpoints, however many versions lie between and after them."""
 
     def __init__(self, directory: Path, keep: int):
         self._directory, self._keep = directory, keep
@@ -153,12 +153,12 @@ class _KeepWhole(preservation_policy.PreservationPolicy):
 class Checkpoints:
     """Saves and restores the versions of one policy, and keeps every other trainer away from them meanwhile.
 
-    Versions beyond the newest checkpoint are deleted: a trainer that was killed has lost how it came to them, and this
-    one makes others of their numbers.
+    Versions beyond the newest checkpoint are deleted: the state that led to them was lost with an earlier trainer, and
+    this one makes others with their numbers.
 
-    One writer per directory, which may be several processes: the first of them holds the lock. Without it a trainer
-    that another has replaced at the dataflow could still commit the version that it was at, and engines serve whatever
-    is committed.
+    One writer per directory, which may be several processes: the first of them holds a lock. Without it a trainer that
+    another has replaced at the dataflow could still commit the version that it was working on, and engines serve every
+    version that is committed.
 
     Args:
         directory: of the policy, made where it is missing.
@@ -180,7 +180,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(_sole_writer(self.directory))
-                self._remove_unfinished()  # under the lock: another trainer's would be the version that it is saving
+                self._remove_unfinished()  # under the lock: else it could be a version that another trainer is saving
                 self._remove_lost(max(whole_steps(self.directory), default=None))
             if jax.process_count() > 1:  # the others wait until the first has the lock and has swept
                 multihost_utils.sync_global_devices(f"checkpoints of {self.directory}")
@@ -203,14 +203,14 @@ class Checkpoints:
 
         Args:
             hand_over: makes the folder that engines are given, which is then a part of the version.
-            whole: as a checkpoint. Else as a version that no trainer goes on from: what engines are given, or where
-                nothing makes that, the adapter.
+            whole: save a checkpoint. Else a version that no trainer can go on from: only the folder that engines are
+                given or, without `hand_over`, the adapter.
         """
         self.wait()  # one at a time: versions commit in order, and a failed one is not followed by a later one
         trees = {"adapter": adapter, "optimizer": optimizer} if whole else {}
         if not whole and hand_over is None:
             trees["adapter"] = adapter
-        # An empty tree, such as the state of plain SGD, cannot be saved: `_restore_like` does without it, too.
+        # Orbax cannot save an empty tree, such as the state of plain SGD: `_restore_like` does without it, too.
         items: dict[str, ocp.args.CheckpointArgs] = {
             name: ocp.args.PyTreeSave(tree) for name, tree in trees.items() if jax.tree.leaves(tree)
         }
@@ -252,8 +252,8 @@ class Checkpoints:
     def restore_newest(self, *, adapter: PyTree, optimizer: PyTree) -> tuple[int, Restored] | None:
         """The newest checkpoint that can be read and its step, as `restore`; None where there is no checkpoint at all.
 
-        Later ones are set aside as `damaged-<step>` with a warning. Their versions are made anew, and those between:
-        the dataflow still has the batches that led to them, as it keeps those of as many steps as checkpoints span.
+        Later ones are set aside as `damaged-<step>` with a warning, and all versions after the restored one are made
+        anew: the dataflow still has the batches that led to them, as it keeps those of all steps that checkpoints span.
 
         Raises:
             CheckpointError: none can be read; says why the newest cannot.
@@ -269,8 +269,8 @@ class Checkpoints:
             try:
                 restored = self.restore(step, adapter=adapter, optimizer=optimizer)
             except CheckpointError as error:
-                # Not with several processes, which would have to agree on the step. Nor where this process is short of
-                # files or memory, or may not read: that says nothing about the checkpoint.
+                # Several processes would have to agree on the step. And if this one is short of files or memory, or may
+                # not read, that says nothing about the checkpoint.
                 if jax.process_count() > 1 or _is_fault_of_reader(error):
                     raise
                 problems[step] = error
@@ -279,7 +279,7 @@ class Checkpoints:
                 self._set_aside(problems, step)
             return step, restored
         if problems:
-            raise problems[steps[-1]]  # all alike: the run's model or optimiser is another now
+            raise problems[steps[-1]]  # as all fail, the run's model or optimiser is probably another one now
         return None
 
     def _set_aside(self, problems: Mapping[int, CheckpointError], step: int) -> None:
@@ -291,10 +291,10 @@ class Checkpoints:
             (self.directory / str(damaged)).rename(aside)
             _log.warning("%s. It is set aside as %s; the run goes on from step %d", error, aside, step)
         self._remove_lost(step)
-        self._manager = self._open()  # the old one still knows the steps
+        self._manager = self._open()  # the old one still lists the steps that are gone
 
     def restore_adapters(self, steps: Iterable[int], adapter: PyTree) -> dict[int, PyTree]:
-        """Those of the adapters of these steps that can be read, by step; of the others a warning."""
+        """The adapters of those of these steps that can be read, by step; a warning is logged about the others."""
         found = {}
         for step in steps:
             try:
@@ -329,7 +329,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None or jax.process_count() == 1:  # of several, one that fails is alone here: Orbax waits for all
+        if kind is None or jax.process_count() == 1:  # one of several that fails would be alone in Orbax's barrier
             self.close()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -347,11 +347,11 @@ class Checkpoints:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def _remove_lost(self, newest: int | None) -> None:
-        """Delete the versions beyond the step that the trainer goes on from, the newest first: followers, who serve the
-        newest that there is, go back and never to a gap."""
+        """Delete the versions beyond the step that the trainer goes on from, the newest first: followers, which serve
+        the newest one, so step back through versions that are still there."""
         lost = [step for step in self.committed_steps() if newest is not None and step > newest]
         for step in reversed(lost):
-            (self.directory / str(step) / COMMIT_MARKER).unlink()  # first: half of a version is none
+            (self.directory / str(step) / COMMIT_MARKER).unlink()  # first: then no reader sees half of a version
             shutil.rmtree(self.directory / str(step))
         if lost:
             those = ", ".join(map(str, lost))
@@ -363,20 +363,20 @@ class Checkpoints:
             with _writable(self.directory):
                 yield
         except CheckpointError:
-            if jax.process_count() == 1:  # one of several would wait for the others to do so, too
+            if jax.process_count() == 1:  # one of several would wait here for the others
                 self._remove_unfinished()
                 self._manager = self._open()  # the old manager would raise the same error again
             raise
 
 
 def _wait_for_all(*, key: str, timeout_ms: int) -> None:
-    """The barrier of all processes, but not for one whose save has failed: the others wait at another, 20 minutes."""
+    """Barrier of all processes. One whose save has failed passes it: the others wait at another one, for 20 minutes."""
     if sys.exc_info()[0] is None:
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def _is_fault_of_reader(error: BaseException) -> bool:
-    """True if a checkpoint could not be read for a lack of the process that tried, and not for damage."""
+    """True if a checkpoint could not be read because the process lacked something (files, memory, rights)."""
     # An input/output error is explained as a fault of the machine, too, but it is the checkpoint's disk.
     return bool(explain(error)) and os.strerror(errno.EIO) not in explain(error)
 

@@ -1,8 +1,8 @@
-"""The run that a node is of, seen from the node: questions to its dataflow, and files that come from there.
+"""The run that a node plays for, seen from the node: requests to its dataflow, and downloads of its files.
 
-A file comes over HTTP in pieces, many at once: over a long way that loses packets each connection is slow, however
-wide the way is. What has come is noted beside the unfinished file, so that a transfer that is cut, or whose process is
-killed, goes on with the rest. A file counts only when its digest is right.
+A file comes over HTTP in pieces, many at once: on a long line that loses packets each connection is slow, whatever the
+bandwidth. Pieces that have come are noted beside the unfinished file, so that a transfer that is cut, or whose process
+is killed, goes on with the rest. A file counts only when its digest is right.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ from flowjax.monitor.token import VARIABLE, bearer, of_run
 from flowjax.monitor.trouble import telling_socket
 from flowjax.records import WireError, unpack
 
-_MADE_EVERY_S = 0.5  # between questions for what the run is making
+_MADE_EVERY_S = 0.5  # between requests for a file that the run is still making
 _AT_ONCE = 32  # pieces on their way: where a packet in a hundred is lost, one connection has a fiftieth of 50 Mbit/s
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 64 * 1024, 1024 * 1024
-_CONNECT_S, _SILENT_S = 10.0, 30.0  # that a connection, and anything to come by it, may take: then by a new one
+_CONNECT_S, _SILENT_S = 10.0, 30.0  # longest time to connect, and longest silence of a connection
 _CHUNK_BYTES = 256 * 1024
 
 
 class OriginError(RuntimeError):
-    """A file cannot be had from the run; the message names it, the cause and the remedy."""
+    """A file is not available from the run; the message names it, the cause and the remedy."""
 
 
 @contextlib.asynccontextmanager
 async def source(url: str, token: str, run_id: str = "") -> AsyncIterator["RunSource"]:
-    """The run whose dataflow is at `url`, and no other with `run_id`."""
+    """The run whose dataflow is at `url`. With `run_id` any other run at that address refuses the requests."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENT_S)
     headers, connector = {**bearer(token), **of_run(run_id)}, aiohttp.TCPConnector(socket_factory=telling_socket)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
@@ -43,7 +43,7 @@ async def source(url: str, token: str, run_id: str = "") -> AsyncIterator["RunSo
 
 
 class RunSource:
-    """Questions to a run, and files of it."""
+    """Requests to a run, and downloads of its files."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession):
         self.url, self._session = url, session
@@ -54,7 +54,7 @@ class RunSource:
         """The answer to a GET request.
 
         Raises:
-            OriginError: the run refuses, or whoever answers is none.
+            OriginError: the run refuses, or the answer is not a dataflow's.
             aiohttp.ClientError, OSError: nobody answers.
         """
         async with self._get(path) as response:
@@ -73,10 +73,10 @@ class RunSource:
             raise OriginError(f"whoever answers at {self.url} is no dataflow of this version: {error}") from error
 
     async def copy(self, path: str, folder: Path) -> None:
-        """Have `folder` hold the files that are listed at `path` and no others; those that it has already are kept.
+        """Make `folder` hold the files that are listed at `path` and no others; those that it has already are kept.
 
         Raises:
-            OriginError, aiohttp.ClientError, OSError: a file did not come whole. What came stays for the next try.
+            OriginError, aiohttp.ClientError, OSError: a file did not come whole. Its pieces stay for the next try.
         """
         files = (await self.ask(path))["files"]
         for name, _, _ in files:
@@ -85,38 +85,38 @@ class RunSource:
         listed = [folder / name for name, _, _ in files]
         known = {place for each in listed for place in (each, _unfinished(each), _notes(each))}
         for other in [place for place in folder.rglob("*") if place.is_file() and place not in known]:
-            other.unlink()  # of another model, which a fetch that was broken off was of
+            other.unlink()  # left by a download of another model that was broken off
         await _all_of([self.fetch(f"{path}/{quote(name)}", folder / name, size, sha) for name, size, sha in files])
 
     async def fetch(self, path: str, target: Path, size_bytes: int, digest: str) -> None:
-        """Have the file at `path` as `target`, whose folder is made.
+        """Fetch the file at `path` to `target`, whose folder is made if missing.
 
         Raises:
-            OriginError, aiohttp.ClientError, OSError: it did not come whole, or not as it is there.
+            OriginError, aiohttp.ClientError, OSError: it did not come whole, or its digest is wrong.
         """
         if target.exists():
             if await asyncio.to_thread(digest_of, target) == digest:
                 return
-            target.unlink()  # it came from another file of that name, before this one took its place
+            target.unlink()  # of an earlier file with that name
         target.parent.mkdir(parents=True, exist_ok=True)
         with _Coming(target, size_bytes) as coming:
             pieces = iter(coming.lacking())
             await _all_of([self._download(path, coming, pieces) for _ in range(_AT_ONCE)])
         if await asyncio.to_thread(digest_of, _unfinished(target)) != digest:
             coming.forget()
-            _unfinished(target).unlink()  # what is wrong with it cannot be known: all of it comes again
+            _unfinished(target).unlink()  # the wrong part is not known: all of it comes again
             raise OriginError(f"{self.url}{path} did not come as it is there: it is fetched again")
         coming.forget()
         _unfinished(target).rename(target)
 
     async def _download(self, path: str, coming: "_Coming", pieces: Iterator[tuple[int, int]]) -> None:
-        """Fetch one piece after the other, until nobody else has left any."""
+        """Fetch one piece after another from the iterator that all downloads of the file share, until it is empty."""
         for start, end in pieces:
             async with self._slots:
                 await self._download_piece(path, coming, start, end)
 
     async def _download_piece(self, path: str, coming: "_Coming", start: int, end: int) -> None:
-        # As it is: a server may otherwise send the file x.gz that lies beside x, or compress a part of it.
+        # "identity": a server may otherwise send the file x.gz that lies beside x, or compress a part of it.
         headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
         at = start
         async with self._get(path, headers) as response:
@@ -134,7 +134,7 @@ class RunSource:
 
     @contextlib.asynccontextmanager
     async def _get(self, path: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to a GET request, as soon as the run has made what is asked for."""
+        """The answer to a GET request; waits while the run still makes it (HTTP 202)."""
         while True:
             async with self._session.get(f"{self.url}{path}", headers=headers) as response:
                 if response.status != HTTPStatus.ACCEPTED:
@@ -145,7 +145,7 @@ class RunSource:
 
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Do all of it to its end, also where a part fails: what has come does not come again at the next try."""
+    """Run all to their end, even if one fails: pieces that have come need not come again at the next try."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
@@ -162,11 +162,11 @@ def _notes(target: Path) -> Path:
 
 
 class _Coming:
-    """A file that comes in pieces, in any order. Use as a context manager.
+    """A download in pieces, in any order. Use as a context manager.
 
     Args:
-        target: where it will be; until then it has another name.
-        size_bytes: all of it.
+        target: path of the whole file; until then it has another name.
+        size_bytes: size of the whole file.
     """
 
     def __init__(self, target: Path, size_bytes: int):
@@ -183,7 +183,7 @@ class _Coming:
         os.close(self._file)
 
     def lacking(self) -> list[tuple[int, int]]:
-        """Pieces that have not come, as first byte and the one after the last; none is empty."""
+        """Pieces that have not come, each as (first byte, byte after the last); none is empty."""
         least = -(-self.size_bytes // _AT_ONCE)
         piece_bytes = min(max(least, _LEAST_PIECE_BYTES), _MOST_PIECE_BYTES)
         holes, at = [], 0
@@ -196,8 +196,8 @@ class _Coming:
         ]
 
     def write(self, content: bytes, at: int) -> int:
-        """Returns the number of bytes, all of which are written."""
-        left, place = memoryview(content), at
+        """Write all of `content` at byte `at`; returns its length."""
+        left, place = memoryview(content), at  # a view: `pwrite` may write less, and slices of it copy nothing
         while left:
             written = os.pwrite(self._file, left, place)
             left, place = left[written:], place + written
