@@ -1,7 +1,7 @@
-"""The carrier of messages to the dataflow and of its answers. Nothing above knows how: one way is HTTP.
+"""Transport of messages to the dataflow and of its answers. Nothing above knows how they travel: one way is HTTP.
 
-Messages and answers are maps as docs/dataflow.md lists them, packed as `flowjax.records` says; `DataflowClient` has
-those of a worker as calls.
+Messages and answers are maps as docs/dataflow.md lists them, packed by `flowjax.records`; `DataflowClient` has those of
+a worker as calls.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from flowjax.run import read_endpoints
 Answer = dict[str, Any]
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _ANSWER_TIMEOUT_S = 60.0
-_LACKING_S = 10.0  # longest that a process short of files or memory asks on: the fault is its own, a new start may help
+_LACKING_S = 10.0  # longest that a process that is short of files or memory asks again: a restart may help it
 _BUSY, _SUPERSEDED, _EVICTED, _OTHER_RUN = 429, 409, 403, 410
 
 
@@ -39,11 +39,11 @@ class Superseded(DataflowError):
 
 
 class Evicted(DataflowError):
-    """Somebody has sent this worker away from the run, or another run has its place: it is not to ask again."""
+    """This worker was sent away from the run, or another run is at the address now: it must not ask again."""
 
 
 class Busy(Exception):
-    """The dataflow has no room for what a message holds yet; says why."""
+    """The dataflow has no room yet for the content of a message; says why."""
 
 
 class Unanswered(Exception):
@@ -56,8 +56,8 @@ class Broker(Protocol):
     async def call(self, name: str, message: Mapping[str, Any], *, away_s: float) -> Answer:
         """The dataflow's answer to the message of that name.
 
-        It is sent again until it is answered, so the dataflow may see it twice: every message is idempotent. One that
-        there is no room for waits until there is, however long that lasts.
+        It is sent again until it is answered, so the dataflow may see it twice: every message is idempotent. If the
+        dataflow has no room for it, it waits until there is some, however long that lasts.
 
         Args:
             away_s: how long the dataflow may be away.
@@ -73,10 +73,10 @@ Connect = Callable[[], AbstractAsyncContextManager[Broker]]
 
 @contextlib.asynccontextmanager
 async def connect(address: str | Callable[[], str], *, token: str = "", run_id: str = "") -> AsyncIterator[Broker]:
-    """The broker to the dataflow at `address`, whose scheme says which.
+    """The broker to the dataflow at `address`, chosen by its scheme.
 
     Args:
-        address: `dataflow` in the run's endpoints.json, or what gives it as it is now (`Address`).
+        address: `dataflow` in the run's endpoints.json, or a function that gives the present one (`Address`).
         token: of the run, where its dataflow listens beyond loopback.
         run_id: of the run that is meant; another one at that address refuses the messages.
 
@@ -94,7 +94,7 @@ async def connect(address: str | Callable[[], str], *, token: str = "", run_id: 
 
 
 def connect_to_run(run_dir: Path) -> AbstractAsyncContextManager[Broker]:
-    """The broker to the dataflow of a run, or of the run that a node's folder is of.
+    """The broker to the dataflow of a run, by the run's folder or that of a node.
 
     Raises:
         OSError, ValueError, KeyError: its endpoints.json does not say where that is.
@@ -105,10 +105,10 @@ def connect_to_run(run_dir: Path) -> AbstractAsyncContextManager[Broker]:
 
 
 class Address:
-    """Place where a role listens, as the run's endpoints.json has it now: it moves when another process takes its port.
+    """Address of a role, read from the run's endpoints.json at each call: it changes when another process has its port.
 
     Raises:
-        OSError, ValueError, KeyError: the file does not say, when this is made; later on the last known one counts.
+        OSError, ValueError, KeyError: the file does not have it when this is made; later the last known one is used.
     """
 
     def __init__(self, run_dir: Path, name: str):
@@ -163,26 +163,26 @@ def _reason(answer: bytes) -> str:
 
 
 async def until_answered(attempt: Callable[[], Awaitable[Answer]], *, where: str, away_s: float) -> Answer:
-    """The rule of all brokers for when a message is sent again.
+    """Send a message until it is answered, with exponential backoff: the rule of all brokers.
 
     Args:
         attempt: sends it once. Raises `Busy` or `Unanswered` when it is to be sent again.
-        where: what is named as not answering.
-        away_s: how long there may be no answer.
+        where: name of the dataflow in errors.
+        away_s: how long there may be no answer, in seconds.
 
     Raises:
-        DataflowError: there was none for longer, or this process is short of something that asking takes.
+        DataflowError: there was none for longer, or this process is short of something that sending takes.
     """
     silent_s, pause_s = 0.0, _FIRST_RETRY_S
     while True:
         asked_s = time.monotonic()
         try:
             return await attempt()
-        except Busy:  # an answer: it is there, and only has no room
+        except Busy:  # an answer, too: the dataflow is alive and only has no room
             silent_s = 0.0
         except Unanswered as error:
-            # Beyond what an attempt may take this process was stopped, as by Ctrl-Z or with its machine: one attempt
-            # alone is never enough.
+            # An attempt counts for no longer than its time-out: beyond that this process was stopped, as by Ctrl-Z or
+            # with its machine. And for at most half of `away_s`, so that one attempt alone never ends the waiting.
             silent_s += min(time.monotonic() - asked_s, _ANSWER_TIMEOUT_S, away_s / 2)
             if (lacking := explain(error)) and silent_s > _LACKING_S:
                 raise DataflowError(f"{where} cannot be asked: {lacking}") from error
@@ -199,10 +199,10 @@ class DataflowClient:
 
     Args:
         broker: to the dataflow.
-        worker: who holds the leases.
-        away_s: how long the dataflow may be away before a call fails.
+        worker: name under which leases are held.
+        away_s: how long the dataflow may be away before a call fails, in seconds.
 
-    `prompted` is called with policies of which the dataflow asks what this worker serves, as after a restart.
+    `prompted` is called with the policies whose served versions the dataflow asks for, as after its restart.
     """
 
     def __init__(self, broker: Broker, *, worker: str, away_s: float):
@@ -214,8 +214,8 @@ class DataflowClient:
     ) -> tuple[list[Lease], float]:
         """Up to `slots` episodes to play, and the seconds to wait before asking again.
 
-        `playable` are the `worlds` (of tasks), `policies` and `kinds` of this worker; what it leaves out is anything.
-        While there are none the answer may take `hold_s`; None leaves that to the dataflow.
+        `playable` are the `worlds` (of tasks), `policies` and `kinds` of this worker; for a key left out, any. While
+        there are no episodes the answer is held back for `hold_s` seconds; None: for as long as the dataflow likes.
         """
         said: dict[str, Any] = {"can": dict(playable)} if playable else {}
         said |= {} if hold_s is None else {"hold_s": hold_s}
@@ -223,7 +223,7 @@ class DataflowClient:
         return answer["leases"], answer["retry_s"]
 
     async def renew(self, lease_ids: Sequence[str]) -> list[str]:
-        """Put deadlines off. Returns the leases that are no longer ours."""
+        """Give the leases a full term from now. Returns those that are no longer ours."""
         return (await self._call("renew", lease_ids=list(lease_ids)))["lost"]
 
     async def push(self, items: Sequence[tuple[str, Episode]]) -> int:
@@ -236,8 +236,8 @@ class DataflowClient:
         await self._call("give_back", lease_ids=list(lease_ids), error=error)
 
     async def report_versions(self, policy: str, serving: int, held: Sequence[int] | None = None) -> int:
-        """Say what the engine serves, and which versions it can serve; None: any. Returns the oldest version that may
-        still be asked for."""
+        """Report the version that is served, and those that can be served (None: any). Returns the oldest version that
+        may still be asked for."""
         said = {} if held is None else {"held": list(held)}
         answer = await self._call("versions", policy=policy, serving=serving, **said)
         return answer["oldest_needed"]

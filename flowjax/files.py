@@ -1,5 +1,5 @@
-"""Files that are replaced in one step, so that who reads one sees all of it or what was there before, also after a
-crash; folders likewise; files that one process holds; and which machine it is that has them."""
+"""Files and folders that are written in one step, so that a reader sees all of the new one or the old one, also after a
+crash; lock files; digests; and names for the machine's start and a folder on it."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ class FileHeldError(Exception):
 
 @contextlib.contextmanager
 def held(path: Path, *, wait_s: float) -> Iterator[None]:
-    """Hold a file, made where it is missing, that says which process does.
+    """Hold a lock file, made if missing, which names the process that holds it.
 
     The kernel frees it with its process, however that dies. Children that the process forked do not hold it: it is a
     POSIX lock, which also means that a process which holds a file twice frees it with the first of them.
@@ -38,7 +38,7 @@ def held(path: Path, *, wait_s: float) -> Iterator[None]:
         OSError: the file cannot be opened or written.
     """
     until = time.monotonic() + wait_s
-    with path.open("a+") as file:
+    with path.open("a+") as file:  # to append: opening it must not erase the name of the process that holds it
         while True:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,20 +70,20 @@ def new_folder(folder: Path) -> Iterator[Path]:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield unfinished
-        unfinished.chmod(0o755)
+        unfinished.chmod(0o755)  # `mkdtemp` made it readable for this user alone
         for path in unfinished.iterdir():
             _sync(path)
         unfinished.rename(folder)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno == errno.ENOTEMPTY:  # of the renaming: it has files by now
+        if isinstance(error, OSError) and error.errno == errno.ENOTEMPTY:  # from `rename`: the folder has files by now
             raise FileExistsError(there) from error
         raise
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A path of the same suffix to write to, which is renamed to `path`, whatever is there, once all is on disk."""
+    """A path of the same suffix to write to, which is renamed to `path`, and replaces it, once all is on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}-{threading.get_ident()}{path.suffix}")
     try:
@@ -115,15 +115,15 @@ def replace_file(path: Path, text: str | bytes | Iterable[bytes], *, mode: int =
     Args:
         text: or pieces of it, which may be made as they are written.
         mode: of the file, less what the process's umask takes away; 0o600 is its owner's alone from the first byte on.
-        durable: flush it to the disk before and after it is renamed, so that it survives a power cut. What is written
-            every second, and made anew after one, does without.
+        durable: flush it to the disk before and after it is renamed, so that it survives a power cut. Not needed for
+            files that are written every second.
 
     Raises:
         OSError: it cannot be written; `path` is as it was, and nothing is left beside it.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        # Whatever a killed writer with the same number has left is not gone on with, nor is its mode.
+        # A rest of a killed writer with the same process number is not written on, and its mode does not count.
         with contextlib.suppress(FileNotFoundError):
             beside.unlink()
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -133,11 +133,11 @@ def replace_file(path: Path, text: str | bytes | Iterable[bytes], *, mode: int =
                 file.flush()
                 os.fsync(file.fileno())
         beside.replace(path)
-    except BaseException:  # also of who makes the pieces
+    except BaseException:  # also one raised while the pieces are made
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
-    if durable:  # the name, too
+    if durable:  # the name, too, which the folder holds
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -146,7 +146,7 @@ def replace_file(path: Path, text: str | bytes | Iterable[bytes], *, mode: int =
 
 
 def boot_id() -> str:
-    """The machine's start that its monotonic clock counts from; where it has no name, this very moment."""
+    """Id of the machine's start, from which its monotonic clock counts; a random one where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -154,5 +154,5 @@ def boot_id() -> str:
 
 
 def place(folder: Path) -> str:
-    """Text that tells a folder and this start of its machine from copies of both, as with a machine that is cloned."""
+    """Text that identifies a folder and this start of its machine: other for copies of them, as on a cloned machine."""
     return f"{socket.gethostname()} {boot_id()} {folder.resolve()}"

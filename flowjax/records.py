@@ -3,8 +3,8 @@
 A `Task` is played several times, each time under a `Lease`, which makes an `Episode`: one `Trajectory` for each agent's
 part in it, a sequence of `Turn` records. What one policy did in all episodes of a task is a `Group`. Credit turns
 groups into `TokenRow` records, which is all the trainer ever sees. On the wire every record is a msgpack map under a
-schema version; token and log-probability arrays travel as raw little-endian bytes. Anything may stand in a record that
-came over it: an episode is checked against its type, field by field.
+schema version; token and log-probability arrays travel as raw little-endian bytes. A record that came over the wire may
+hold anything: an episode is checked against its type, field by field.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ Status = Literal["ok", "env_error", "executor_error", "timeout", "truncated", "c
 COUNTED_STATUSES = frozenset({"ok", "truncated"})  # the others failed for causes outside the policy
 
 
-_LONGEST_LIST = _LARGEST_MAP = 100_000  # in messages of strangers
+_LONGEST_LIST = _LARGEST_MAP = 100_000  # elements, in messages from other processes
 _LONGEST_REASON = 300  # characters
 
 
@@ -38,8 +38,8 @@ class WireError(ValueError):
 class Task:
     """One problem of a world. `seed` fixes everything about it that `payload` does not name.
 
-    `source` is that of `config.env.sources` which it came from; it is played with that one's options. `kind` is that of
-    its world, where a world has several kinds of tasks: results are given for each.
+    `source` names the one of `config.env.sources` that it came from, with whose options it is played. `kind` is set by
+    worlds that have several kinds of tasks: results are also given by kind.
     """
 
     task_id: str
@@ -54,11 +54,11 @@ class Task:
 class Turn:
     """One call of one policy, and what the world answered.
 
-    `version` is the published step that the engine served, as the engine itself named it; the oldest of them, where its
-    weights were replaced under the reply. Then `spans` are all of them, `(version, tokens)` in the order of the tokens.
-    `logprobs` are at the sampling temperature. State keys are 64-bit and come from the world's canonical state, never
-    from the text shown. `shown` is for people who read the episode, and for nothing else: `{"action", "view", "trace"}`
-    as JSON, made by `flowjax.workflows.record_turn`.
+    `version` is the published step that the engine served, as the engine itself named it. If its weights were replaced
+    under the reply, it is the oldest of several, and `spans` has all of them: `(version, tokens)` in the order of the
+    tokens. `logprobs` are at the sampling temperature. State keys are 64-bit and come from the world's canonical state,
+    never from the text shown. `shown` is only for people who read the episode: `{"action", "view", "trace"}` as JSON,
+    made by `flowjax.workflows.record_turn`.
     """
 
     policy: str
@@ -92,7 +92,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to play one episode. `versions` holds the policies whose version is fixed; others play their newest."""
+    """The right to play one episode. `versions` has the policies whose version is fixed; others play their newest."""
 
     lease_id: str
     task: Task
@@ -109,7 +109,7 @@ class Trajectory:
     """The turns of one agent in one episode, or in one part of it where a workflow gives an agent several (attempts,
     helpers). `outcome` holds the named numbers that rewards read, `success` among them.
 
-    `policy` is the one that spoke for the agent. `shown` is as that of a turn, with the view that the last one led to.
+    `policy` is the one that spoke for the agent. `shown` is as a turn's, with the view that the last turn led to.
     """
 
     trajectory_id: str
@@ -125,7 +125,7 @@ class Trajectory:
 
     @property
     def episode_id(self) -> str:
-        """Id of the episode that it is of, or a part of: <group>/<number>, which may have / and more behind it here."""
+        """Id of its episode, <group>/<number>; the trajectory's id is the same, or has / and more after it."""
         group, number = f"{self.group_id}/", self.trajectory_id.removeprefix(f"{self.group_id}/")
         return group + number.partition("/")[0] if self.trajectory_id.startswith(group) else self.trajectory_id
 
@@ -134,9 +134,9 @@ class Trajectory:
 class Episode:
     """One play of a task, by one agent or several. `outcome` is that of the whole, which evaluation counts.
 
-    `answer` is what the episode answered, in the form in which its world compares answers; "" where it does not.
-    `commits` tells the versions that it was played with from others of their numbers, by policy: a trainer that goes
-    back makes numbers anew.
+    `answer` is the answer given, in the form in which its world compares answers; "" where it compares none.
+    `commits` has the commit of each version that it was played with, by policy and version: the number alone does not
+    identify the weights, since a trainer that goes back makes numbers anew.
     """
 
     episode_id: str
@@ -152,7 +152,7 @@ class Episode:
 
     @property
     def turns(self) -> list[Turn]:
-        """Those of all agents."""
+        """The turns of all agents."""
         return [turn for trajectory in self.trajectories for turn in trajectory.turns]
 
 
@@ -170,9 +170,9 @@ class TokenRow:
     """One sequence to train on: exact tokens, and for each sampled token its advantage and behaviour log-probability.
 
     `sampled` is False on prompt and environment tokens; `advantages` and `logprobs` are zero there. `versions` is the
-    policy version that sampled each token, -1 where none did. `trajectory_tokens` are the sampled tokens of all rows of
-    the same trajectory, 0 where the row is all of it; `trajectory_id` is its name, which a trainer names when it cannot
-    train on the row.
+    policy version that sampled each token, -1 where none did. `trajectory_tokens` counts the sampled tokens of all rows
+    of the same trajectory; 0 means that this row is all of it. A trainer names the `trajectory_id` when it cannot train
+    on the row.
     """
 
     policy: str
@@ -190,7 +190,7 @@ def state_key(*parts: str | bytes | int) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
-        # Each with its length before it: otherwise ("ab", "c") and ("a", "bc") would have one key.
+        # Each part with its length before it: otherwise ("ab", "c") and ("a", "bc") would have the same key.
         digest.update(len(data).to_bytes(4, "little") + data)
     return int.from_bytes(digest.digest(), "little")
 
@@ -204,6 +204,7 @@ def _pack_value(value: Any) -> Any:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {"__record__": type(value).__name__, **fields}
     if isinstance(value, np.ndarray):
+        # Numbers travel in 32 bits: wider integers only if their values fit.
         kind, wide = _ARRAY_KINDS.get(value.dtype.kind), value.dtype.kind == "i" and value.dtype.itemsize > 4
         if kind is None or (wide and not np.array_equal(value.astype(kind), value)):
             reach = f" from {value.min()} to {value.max()}" if wide else ""
@@ -221,6 +222,7 @@ def _unpack_value(value: dict[str, Any]) -> Any:
     if "__array__" in value:
         if value["__array__"] not in _ARRAY_KINDS.values():
             raise WireError(f"array type {value['__array__']!r} is not one of {sorted(_ARRAY_KINDS.values())}")
+        # A view of the message's bytes, so that nothing is copied, and read-only for the same reason.
         return np.frombuffer(value["data"], dtype=value["__array__"]).reshape(value["shape"])
     if "__record__" in value:
         name = value.pop("__record__")
@@ -240,11 +242,11 @@ def unpack(data: bytes, *, most_elements: int | None = None) -> Any:
     """The message in `data`.
 
     Args:
-        most_elements: of all lists and maps of the message together, of one that strangers sent. Its decoder stops
-            there: empty lists in lists cost one byte each on the wire and 64 in memory.
+        most_elements: bound on the elements of all lists and maps of a message together, for one from outside: empty
+            lists in lists take one byte each on the wire and 64 in memory.
 
     Raises:
-        WireError: the bytes are not such a message, or one of another schema version.
+        WireError: the bytes are no such message, one of another schema version, or one of more elements.
     """
     options: dict[str, Any] = {"object_hook": _unpack_value}
     if most_elements is not None:
@@ -263,8 +265,8 @@ def unpack(data: bytes, *, most_elements: int | None = None) -> Any:
 
 
 def _counting(most_elements: int) -> dict[str, Any]:
-    """Options of a decoder that refuses more elements than that. The limits hold one list or map to it before memory is
-    taken for it, the hooks all of them together."""
+    """Options of a msgpack decoder that refuses more elements than that. `max_array_len` and `max_map_len` bound a
+    single list or map before memory is taken for it; the hooks bound all of them together."""
     seen = 0
 
     def count(value: Any) -> Any:
@@ -285,13 +287,13 @@ def _counting(most_elements: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- checks
 
 _LONGEST_NAME = 500  # characters
-LONGEST_SHOWN = 24 * 1024  # characters of what a turn shows to people, ASCII alone
+LONGEST_SHOWN = 24 * 1024  # characters of a turn's `shown`, which is ASCII
 _LONGEST = {"error": 10_000, "shown": LONGEST_SHOWN}
 _MOST_OUTCOMES = 1000  # names in one outcome
 _MOST_COMMITS = 1000  # versions of a policy in one episode; each is looked up on the disk
 _LARGEST_NUMBER = 1e9  # of rewards and outcomes: their squares and sums stay finite in float32
 _LOGPROB_SLACK = 1e-3  # above 0, for a sampler's rounding
-_LEAST_LOGPROB = -1000.0  # of a token that can have been sampled; its square and differences stay finite in float32
+_LEAST_LOGPROB = -1000.0  # below any that is sampled in practice; its square and differences stay finite in float32
 
 _TEXT, _INTEGER, _NUMBER, _FLAG = str, (int, np.integer), (int, float, np.number), (bool, np.bool_)
 _TURN_FIELDS = {
@@ -322,7 +324,7 @@ class Bounds:
     """The most that an episode of a run may hold: tokens of a prompt and of a reply, turns of all agents together.
 
     `vocabulary` is the number of tokens of each policy's model (and of each model that is not trained), where it is
-    known. A row of training is one prompt and one reply at most, so these bound what a trainer has to fit.
+    known. A row of training is no longer than one prompt and one reply, so these bound what a trainer has to fit.
     """
 
     prompt_tokens: int
@@ -338,14 +340,14 @@ class Bounds:
 
 
 def most_turns(run: Run) -> int:
-    """Turns of an episode at the most: of one agent `config.env.max_turns`, of several what the dataflow takes, since
-    workflows may let each act more than once for every turn of the world."""
+    """Largest number of turns in an episode: `config.env.max_turns` of one agent; of several, as many as the dataflow
+    accepts, since a workflow may let each act more than once for every turn of the world."""
     return Bounds.of_run(run).turns if len(run.agents) > 1 else run.config.env.max_turns
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Terms of an episode's lease. `versions` holds the policies whose version is fixed."""
+    """Terms of an episode's lease. `versions` has the policies whose version is fixed."""
 
     group_id: str
     task_id: str
@@ -357,12 +359,12 @@ def check_episode(episode: Episode, *, newest: Mapping[str, int], bounds: Bounds
     """Check every field of an episode.
 
     Args:
-        newest: the newest version that there is of each policy of the run; -1 of a model that is not trained.
+        newest: the newest version that exists of each policy of the run; -1 for a model that is not trained.
         where: name of the episode in messages.
 
     Raises:
-        WireError: a field is of another kind, no number that can be, beyond `bounds`, or names a policy or version
-            that the run has not.
+        WireError: a field has another type or an impossible number, is beyond `bounds`, or names a policy or version
+            that the run does not have.
     """
     _check_fields(episode, {"episode_id": _TEXT, "answer": _TEXT, **_NAMES}, where)
     _check_status(episode.status, where)
@@ -389,8 +391,8 @@ def check_episode(episode: Episode, *, newest: Mapping[str, int], bounds: Bounds
 
 
 def check_outcomes(episode: Episode, needed: Mapping[str, Collection[str]], *, where: str = "episode") -> None:
-    """Check that an episode that counts has its success, and the outcomes that the reward of each of its policies is
-    made of, by policy.
+    """Check that an episode that counts has `success`, and the outcomes that the rewards of its policies are made of
+    (`needed`, by policy).
 
     Raises:
         WireError: one is missing. An evaluation would take the episode for a failure, or no reward could be given for
@@ -426,7 +428,7 @@ def check_lease(episode: Episode, leased: Leased, *, where: str = "episode") -> 
 
 
 def _check_turns(trajectories: Sequence[Trajectory], bounds: Bounds, where: str) -> None:
-    """Each part has a turn, but for one that ended before its first."""
+    """Bound the turns of all parts together. A part without a turn counts as one, so that parts are bounded, too."""
     turns = 0
     for index, trajectory in enumerate(trajectories):
         turns += max(len(_sequence(trajectory.turns, Turn, f"{where}.trajectories[{index}].turns")), 1)

@@ -2,17 +2,17 @@
 
     python -m flowjax.relay --run=<run folder, or a node's>
 
-At the node's end roles speak to loopback, as if the dataflow listened there. At the run's end what they say goes to the
-dataflow, with their keys: what it means and who may say it is for the dataflow alone (docs/dataflow.md). NATS carries
-and keeps nothing. What is lost on the way is sent again by who said it, as it is where HTTP goes all the way.
+At the node's end roles send requests to loopback, as if the dataflow listened there. At the run's end these go to the
+dataflow, with the senders' keys: only the dataflow decides what they mean and who may send them (docs/dataflow.md).
+NATS stores nothing. A message that is lost on the way is sent again by its sender, as with HTTP all the way.
 
     flowjax.<run id>         requests [{id, method, path, headers, zstd}, body], answered with [{status, headers},
                              body] or [{lost}, body], a reason
     flowjax.<run id>.gone    ids of requests whose senders have gone
 
-in msgpack. A body is [bytes, size, subject]: its beginning, its size, and where the rest is to be had, which does not
-fit into one message. "<first> <bytes>" asks for a part of it there, nothing says that all of it has come. `zstd` says
-that the body of a request is compressed: the turns of an episode repeat each other's prompts.
+in msgpack. A body is [bytes, size, subject]: its beginning, its size, and the subject that gives the rest, if it does
+not fit into one message. "<first> <bytes>" sent there asks for a part; an empty message says that all has come. `zstd`
+says that the body of a request is compressed: the turns of an episode repeat each other's prompts.
 """
 
 import argparse
@@ -49,21 +49,21 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
 
-# As the command nats reads them; the last is ours: nobody but this user may listen there.
+# As the command `nats` reads them. The last is flowjax's: answers come under that prefix; no other user may listen.
 _VARIABLES = {"user_credentials": "NATS_CREDS", "user": "NATS_USER", "password": "NATS_PASSWORD"}
 _VARIABLES["inbox_prefix"] = "NATS_INBOX_PREFIX"
-_CONNECTIONS = 8  # where a packet in a hundred is lost each is slow, however wide the line is
+_CONNECTIONS = 8  # where a packet in a hundred is lost, each is slow, whatever the bandwidth
 _PART_BYTES, _PARTS_AT_ONCE = 256 * 1024, 8
 _HEAD_BYTES = 8 * 1024  # of a message, beside the part of a body
-_SHORT_BYTES, _WORTH = 1024, 0.9  # bodies above are compressed, where at most this share of them is left
+_SHORT_BYTES, _WORTH = 1024, 0.9  # longer bodies are compressed, if that leaves at most this share of them
 _LEVEL = 1  # zstd's: 3 makes episodes no shorter, and takes 1.4 to 1.9 times as long
 _DIAL_S = 10
-_FOR_EVER = -1  # attempts to reconnect, as nats-py counts them
+_FOR_EVER = -1  # number of attempts to reconnect: nats-py takes it as no limit
 _ANSWER_S = 60.0  # the dataflow holds some back for 20 s
 _LOOK_S = 1.0  # between looks whether the connection is still there
-_PART_S, _TRIES = 15.0, 3  # that a part may take, and how often it is asked for
-_MOST_REQUESTS = 4096  # at the run's end at a time
-_MOST_LARGE = 4  # of them with a body that comes in parts
+_PART_S, _TRIES = 15.0, 3  # longest wait for a part, and how often it is asked for
+_MOST_REQUESTS = 4096  # under way at the run's end
+_MOST_LARGE = 4  # of them with a body in memory that is longer than a part
 _MOST_ANSWER_BYTES = 16 * 1024**2  # pieces of files have 1 MiB at most; a config or a list of files may be large
 _INBOX = "_INBOX"
 _SENT_HEADERS = ("Authorization", "Content-Type", "Range", RUN_HEADER)
@@ -71,13 +71,13 @@ _ANSWERED_HEADERS = ("Allow", "Content-Range", "Content-Type", "Retry-After")
 
 
 class Lost(Exception):
-    """A request has not come to the dataflow, or its answer not back; says why."""
+    """A request did not reach the dataflow, or its answer did not come back; says why."""
 
 
 @contextlib.asynccontextmanager
 async def reached(url: str) -> AsyncIterator[str]:
-    """An address at which this process reaches a run's dataflow over HTTP, while entered: `url` itself, or that of a
-    node's end where `url` is at a NATS server.
+    """An address at which this process reaches a run's dataflow over HTTP, while entered: `url` itself, or, if `url` is
+    at a NATS server, that of a node's end made here.
 
     Raises:
         ConfigError: there is no such server, or it does not let this process in.
@@ -95,7 +95,7 @@ async def reached(url: str) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["NatsLine"]:
-    """Connections to one of the NATS servers (addresses with commas between), which are made again when they break.
+    """Connections to one of the NATS servers (addresses separated by commas), which are made again when they break.
 
     Args:
         patient: wait for a server as long as it takes.
@@ -130,19 +130,19 @@ async def dialled(servers: str, *, patient: bool = False) -> AsyncIterator["Nats
             raise ConfigError(f"max_payload of the NATS server {servers} is {most_bytes:,}: set it to 1MB or more")
         yield NatsLine(servers, clients, problems.closed)
     finally:
-        for client in clients:  # dialling ends by itself then: Python 3.11's wait_for may lose that it was cancelled
+        for client in clients:  # ends reconnecting: to cancel it is not enough, Python 3.11's wait_for may lose that
             client.options["max_reconnect_attempts"] = 1
-        # Not for longer: nats-py may wait for ever for a connection that was being made again.
+        # With a time-out: nats-py may wait for ever for a connection that was being made again.
         await asyncio.wait([asyncio.ensure_future(client.close()) for client in clients], timeout=_DIAL_S)
 
 
 def _is_news(record: LogRecord) -> bool:
-    """False of what asyncio says whenever a TLS connection ends."""
+    """Log filter: False for the line that asyncio logs whenever a TLS connection ends."""
     return "eof_received" not in record.getMessage()
 
 
 class _Problems:
-    """Logs what goes wrong at NATS connections, each thing once until they are up again. `closed`: one stays down."""
+    """Logs problems of NATS connections, each once until one is up again. `closed` is set when one stays down."""
 
     def __init__(self, servers: str):
         self._servers, self.closed = servers, asyncio.Event()
@@ -162,7 +162,7 @@ class _Problems:
 
 @dataclass(frozen=True)
 class _Parcel:
-    """A body as a message holds it."""
+    """A body as a message holds it: its beginning, its size, and the subject to ask for the rest."""
 
     begin: bytes
     size_bytes: int
@@ -170,14 +170,14 @@ class _Parcel:
 
 
 class NatsLine:
-    """Connections to a NATS server, taken by turns. `closed` is set once one has ended for good."""
+    """Connections to a NATS server, used in turns. `closed` is set once one has ended for good."""
 
     def __init__(self, servers: str, clients: Sequence["Client"], closed: asyncio.Event):
         self.servers, self.clients, self.closed = servers, clients, closed
         self._turns = itertools.count()
 
     def connection(self) -> "Client":
-        """The next one that is up.
+        """The next connection that is up.
 
         Raises:
             Lost: none is.
@@ -206,10 +206,10 @@ class NatsLine:
             raise Lost(f"{self.servers}: {type(error).__name__}: {error}") from error
 
     async def fetched(self, body: _Parcel, most_bytes: int) -> bytes | bytearray:
-        """All of a body.
+        """All of a body; the parts that its message did not hold are fetched, several at a time.
 
         Raises:
-            Lost: whoever offered it does not answer any more, or it is over `most_bytes`.
+            Lost: its sender does not answer any more, or it is over `most_bytes`.
             nats.errors.Error: the connection broke.
         """
         if len(body.begin) == body.size_bytes:
@@ -250,7 +250,7 @@ class NatsLine:
 
 
 async def _answered(client: "Client", subject: str, message: bytes) -> bytes:
-    """The answer to a request; without the connection that it was to come by it is not waited for.
+    """The answer to a request. If the connection that it should come by breaks, it is not waited for.
 
     Raises:
         ConnectionError, nats.errors.Error: there is none.
@@ -267,7 +267,8 @@ async def _answered(client: "Client", subject: str, message: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def _offered(client: "Client", body: bytes) -> AsyncIterator[tuple[_Parcel, asyncio.Event]]:
-    """A body that can be had while entered by whoever gets what is yielded, and what is set once all of it has come."""
+    """Offer a body while entered. Yields the parcel with which a receiver can fetch it, and an event that is set once
+    all of it was fetched."""
     fetched = asyncio.Event()
     if len(body) <= _PART_BYTES:
         fetched.set()
@@ -278,7 +279,7 @@ async def _offered(client: "Client", body: bytes) -> AsyncIterator[tuple[_Parcel
         if not message.data:
             fetched.set()
             return
-        with contextlib.suppress(ValueError):  # who asks for anything else gets nothing
+        with contextlib.suppress(ValueError):  # any other request gets no answer
             first, size_bytes = map(int, message.data.split())
             await message.respond(body[first : first + min(size_bytes, _PART_BYTES)])
 
@@ -300,7 +301,7 @@ def _packed(head: Mapping[str, Any], body: _Parcel) -> bytes:
 def _unpacked(message: bytes) -> tuple[dict[str, Any], _Parcel]:
     """
     Raises:
-        ValueError: it is none of ours.
+        ValueError: it is no message of this protocol.
     """
     match msgpack.unpackb(message):
         case [dict(head), [bytes(begin), int(size_bytes), str(subject)]]:
@@ -310,7 +311,7 @@ def _unpacked(message: bytes) -> tuple[dict[str, Any], _Parcel]:
 
 
 async def _compressed(body: bytes) -> tuple[bytes, bool]:
-    """A body as it is sent, and whether that is compressed."""
+    """The body to send, and whether it is compressed."""
     if len(body) < _SHORT_BYTES:
         return body, False
     compress = zstandard.ZstdCompressor(level=_LEVEL).compress
@@ -319,10 +320,11 @@ async def _compressed(body: bytes) -> tuple[bytes, bool]:
 
 
 def _whole_bytes(begin: bytes) -> int:
-    """The size that a compressed body says it has, which begins so. No more memory than that is taken for it.
+    """Size of a compressed body when it is decompressed, from the header in its beginning. No more memory than that is
+    taken for it.
 
     Raises:
-        ValueError: it does not say so.
+        ValueError: the header does not have it.
     """
     try:
         size_bytes = zstandard.frame_content_size(begin)
@@ -334,7 +336,7 @@ def _whole_bytes(begin: bytes) -> int:
 
 
 async def _decompressed(body: bytes | bytearray, whole_bytes: int) -> bytes:
-    """A compressed body as it was, of at most `whole_bytes`.
+    """A compressed body, decompressed; `whole_bytes` is its size then.
 
     Raises:
         ValueError: it is damaged.
@@ -372,11 +374,11 @@ async def node_end(line: NatsLine, run_id: str, port: int = 0) -> AsyncIterator[
                 request.transport.abort()
             return web.Response(status=503, body=pack({"error": str(error)}), content_type="application/msgpack")
         finally:
-            if not done:  # also where who asked has gone: it is given no leases
+            if not done:  # also when the caller hung up: the run must give it no leases
                 with contextlib.suppress(Exception):
                     await line.connection().publish(f"flowjax.{run_id}.gone", request_id.encode())
 
-    app = web.Application(client_max_size=2**40)  # the run's bounds hold
+    app = web.Application(client_max_size=2**40)  # no bound here: the run has its own
     app.router.add_route("*", "/{path:.*}", pass_on)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
@@ -388,12 +390,12 @@ async def node_end(line: NatsLine, run_id: str, port: int = 0) -> AsyncIterator[
 
 
 class RunEnd:
-    """Sends what comes from nodes to the dataflow of a run.
+    """Sends requests that come from nodes to the dataflow of a run.
 
     Args:
-        line: where they come from.
-        run: the one that they are for.
-        session: by which the dataflow is asked.
+        line: the connections that requests come by.
+        run: the run that they are for.
+        session: HTTP session for the dataflow.
     """
 
     def __init__(self, line: NatsLine, run: Run, session: aiohttp.ClientSession):
@@ -413,13 +415,13 @@ class RunEnd:
             await asyncio.sleep(0.1)
 
     async def take(self, client: "Client", message: "Msg") -> None:
-        """See to it that a request, which came by `client`, is answered; others are taken meanwhile."""
+        """Answer a request that came by `client`, in a task of its own: others are taken meanwhile."""
         task = asyncio.create_task(self._answer(client, message))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
     async def drop(self, message: "Msg") -> None:
-        """Ask no longer for one whose id comes."""
+        """Cancel the request whose id comes: its sender has gone."""
         if task := self._by_id.get(message.data.decode(errors="replace")):
             task.cancel()
 
@@ -437,7 +439,7 @@ class RunEnd:
             answer, content = {"lost": True}, f"{type(error).__name__}: {error}".encode()
         finally:
             self._by_id.pop(request_id, None)
-        with contextlib.suppress(Error, TimeoutError):  # who asked has gone, or asks again
+        with contextlib.suppress(Error, TimeoutError):  # the sender has gone, or asks again
             async with _offered(client, content) as (offer, fetched):
                 await message.respond(_packed(answer, offer))
                 await asyncio.wait_for(fetched.wait(), _ANSWER_S)
@@ -446,8 +448,8 @@ class RunEnd:
         """The dataflow's answer.
 
         Raises:
-            Lost: it is not to be asked, or its answer is too large.
-            ValueError: that is no request.
+            Lost: it cannot be asked now, or its answer is too large.
+            ValueError: this is no request.
             aiohttp.ClientError, OSError: it does not answer.
         """
         match head:
@@ -457,13 +459,13 @@ class RunEnd:
                 raise ValueError("no request of this version")
         if len(self._under_way) > _MOST_REQUESTS:
             raise Lost("too many requests are under way")
-        # Before anything is fetched, as the dataflow would: whoever is let in by the server may come this far.
+        # Keys are checked before a body is fetched, as the dataflow does: any user of the NATS server gets this far.
         if not (token := known_token(self._run.folder)):
             raise Lost("the dataflow has not come up yet")
         node = None if accepts(headers, token) else known_node(self._run.folder, headers)
         if node is None and not accepts(headers, token):
             return {"status": 401, "headers": {}}, pack({"error": "show the key of a node (--invite)"})
-        if node and node.sent_away:  # which the dataflow says without reading on
+        if node and node.sent_away:  # the dataflow refuses it without reading the body
             return await self._passed_on(method, path, headers, body.begin)
         compressed = head.get("zstd") is True
         size_bytes = max(body.size_bytes, _whole_bytes(body.begin) if compressed else 0)
@@ -493,7 +495,7 @@ class RunEnd:
 
 @contextlib.asynccontextmanager
 async def run_end(line: NatsLine, run: Run) -> AsyncIterator[RunEnd]:
-    """Pass on what comes from nodes, while entered."""
+    """Pass on requests from nodes, while entered."""
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     connector = aiohttp.TCPConnector(limit=0)  # many nodes, each of which waits for episodes
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
@@ -513,7 +515,7 @@ async def _relay(run: Run) -> None:
             await _until_stopped(line)
     else:
         async with dialled(run.config.dataflow.relay, patient=True) as line, run_end(line, run) as end:
-            await end.until_answered()  # a node that comes before ends: it takes the run for over
+            await end.until_answered()  # a node that joins earlier ends: it takes the run for over
             logging.info("nodes join by --join=%s/%s", line.servers, known_run_id(run.folder))
             await _until_stopped(line)
 
@@ -521,7 +523,7 @@ async def _relay(run: Run) -> None:
 async def _until_stopped(line: NatsLine) -> None:
     """
     Raises:
-        Lost: a connection is closed for good, as when a user's rights are taken away: a new start makes others.
+        Lost: a connection is closed for good, as when a user's rights are taken away: a restart makes new ones.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,7 +1,7 @@
 """A run, resolved once from its config: its policies, base models and engines, and who speaks for each agent.
 
-A role or a command makes a `Run` when it starts and hands each room the part that it needs. In `config.policies` and
-`config.bases` stand differences alone; here every policy and base has its sections whole.
+A role or a command makes a `Run` when it starts and hands each room the part that it needs. `config.policies` and
+`config.bases` hold only differences; here every policy and base has its sections whole.
 """
 
 import json
@@ -19,7 +19,7 @@ from flowjax.files import replace_file
 
 PER_BASE = ("model", "engine", "warm_start")  # sections that a base model may have of its own
 PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
-# Of `trainer`, what holds for the process, whichever policies it trains.
+# Fields of `trainer` that hold for its process, whichever policies it trains.
 _OF_ALL_POLICIES = ("processes", "coordinator", "compile_cache", "step_timeout_s")
 ONLY_AGENT = "agent"  # of a workflow that has one
 TAUGHT_FILE = "warm_start.json"  # in the folder of a base model that was made here: its section of that name
@@ -32,9 +32,9 @@ class Engine:
     """One vLLM server of a base model.
 
     name: of its role, its log and its entry in endpoints.json.
-    replica: its number among those of the same base, from 0.
-    port: that the config fixes; 0 for a free one.
-    url: address of one that runs elsewhere, "" for one that the launcher starts.
+    replica: its number among the engines of the same base, from 0.
+    port: fixed by the config; 0 for a free one.
+    url: address of an engine that runs elsewhere, "" for one that the launcher starts.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Engine:
 class Base:
     """A model as it was downloaded or made, and the engines that serve it.
 
-    model, engine, warm_start: the config's sections, with what this base has of its own.
-    engines: none where a rollout service elsewhere has engines of its own.
+    model, engine, warm_start: the config's sections, with this base's differences.
+    engines: none if a rollout service elsewhere has engines of its own.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Policy:
-    """One policy: the base that it is trained on, and the config's sections with what it has of its own.
+    """One policy: the base that it is trained on, and the config's sections with this policy's differences.
 
     train: "lora" for an adapter, of the shape `lora`; "full" for all weights of its base.
     """
@@ -93,8 +93,8 @@ class Policy:
 class Run:
     """A run as its config means it.
 
-    config: locked, as config.json has it. `model`, `engine` and the sections of `PER_POLICY` are for `bases` and
-        `policies` to say; the others hold for the whole run.
+    config: locked, as config.json has it. Read `model`, `engine` and the sections of `PER_POLICY` from `bases` and
+        `policies`; the other sections hold for the whole run.
     folder: of the run.
     policies, bases: by name; "base" is the base model of the run's own section `model`.
     agents: agent of the workflow -> the policy that speaks for it, or the base model as it is.
@@ -108,7 +108,7 @@ class Run:
 
     @property
     def is_evaluation(self) -> bool:
-        """True of what `flowjax.evaluate` plays: nothing is trained, and there is no dataflow."""
+        """True of a run of `flowjax.evaluate`: nothing is trained, and there is no dataflow."""
         return bool(self.config.eval.versions)
 
     @property
@@ -123,18 +123,18 @@ class Run:
 
     @property
     def is_node(self) -> bool:
-        """True of a machine that plays for a run which another one has: dataflow and trainer are there."""
+        """True of a machine that plays for the run of another one, where dataflow and trainer are."""
         return "dataflow" in self.config.elsewhere
 
     @property
     def is_relayed(self) -> bool:
-        """True where nodes are reached over a NATS server, or on a node the run is (`flowjax.relay`)."""
+        """True if the run and its nodes reach each other over a NATS server (`flowjax.relay`)."""
         return is_nats(self.config.dataflow.url) if self.is_node else bool(self.config.dataflow.relay)
 
     @property
     def presence_s(self) -> float:
-        """Seconds between the signs of life of a worker or node that has nothing else to say. A dataflow that is away
-        for as long as a lease lasts is waited for, but for this."""
+        """Seconds between the heartbeats of a worker or node that has nothing else to report, and longest hold of its
+        requests. Workers wait for a dataflow that is away for the term of a lease, less this."""
         return min(max(self.config.dataflow.lease_s / 12, 1.0), 10.0)
 
     @property
@@ -152,7 +152,7 @@ class Run:
 
 
 def is_nats(url: str) -> bool:
-    """True of a run's address at a NATS server, which is `<servers>/<run id>`."""
+    """True if a run's address is at a NATS server: `<servers>/<run id>`."""
     return urlsplit(url).scheme in ("nats", "tls", "ws", "wss")
 
 
@@ -160,7 +160,7 @@ def read_run(folder: Path) -> Run:
     """The run of a folder.
 
     Raises:
-        ConfigError: there is no readable config.json, or it holds what is no config.
+        ConfigError: there is no readable config.json, or its content is no config.
     """
     run = resolve(load_run(folder), folder)
     check_agents(run)
@@ -170,16 +170,16 @@ def read_run(folder: Path) -> Run:
 def resolve(
     config: ConfigDict, folder: Path | None = None, models: Mapping[str, Mapping[str, str]] | None = None
 ) -> Run:
-    """The run that a config means; later changes of `config` are not seen by it.
+    """The run that a config means; later changes of `config` do not affect it.
 
     Args:
         config: as a recipe or config.json has it.
-        folder: of the run, which need not be there yet; None where none is asked for.
-        models: base models that were fetched (`write_models`); None for those that the folder tells of.
+        folder: of the run, which need not exist yet; None if it is not needed.
+        models: base models that were fetched (`write_models`); None for those that are noted in the folder.
 
     Raises:
-        ConfigError: a name that no base or policy can have, a section that they share, a field that there is not; a
-            policy's base is unknown.
+        ConfigError: a name that no base or policy can have, a section that they share, or an unknown field; a policy's
+            base is unknown.
     """
     config = ConfigDict(config.to_dict()).lock()
     sections = {BASE_NAME: {section: config[section] for section in PER_BASE}}
@@ -197,8 +197,8 @@ def resolve(
 
 
 def _fetched(model: ConfigDict, found: Mapping[str, str]) -> ConfigDict:
-    """The section with the folder of a model that was fetched by its id; as it is where that folder has gone, so that
-    the launcher fetches it again."""
+    """The section with the folder of a model that was fetched by its id; unchanged if that folder is gone, so that the
+    launcher fetches it again."""
     if model.path != found.get("path") or not Path(found["folder"]).is_dir():
         return model
     return ConfigDict({**model.to_dict(), "path": found["folder"]}).lock()
@@ -206,7 +206,7 @@ def _fetched(model: ConfigDict, found: Mapping[str, str]) -> ConfigDict:
 
 def _base(name: str, model: ConfigDict, engine: ConfigDict, warm_start: ConfigDict, *, started: bool) -> Base:
     bare = Base(name, model, engine, warm_start, ())
-    # A number that the config's declaration refuses is refused there; until then it fills no memory with engines.
+    # Bounded here, too: a huge number, which the config's declaration refuses later, must not fill memory with engines.
     declared = FIELDS.find("engine.replicas")
     assert isinstance(declared, Entry) and declared.at_most is not None
     count = len(engine.urls) or min(engine.replicas, int(declared.at_most))
@@ -236,7 +236,7 @@ def base_sections(config: ConfigDict, name: str) -> dict[str, ConfigDict]:
     """The sections of `PER_BASE` as one of `config.bases` has them.
 
     Raises:
-        ConfigError: a name that it cannot have, a section that all bases share, or a field that there is not.
+        ConfigError: a name that is not allowed, a section that all bases share, or an unknown field.
     """
     if name == BASE_NAME or not NAME.fits(name) or name.rpartition("-")[2].isdecimal():
         raise ConfigError(
@@ -260,7 +260,7 @@ def policy_sections(config: ConfigDict, name: str) -> dict[str, ConfigDict]:
     """The sections of `PER_POLICY` as a policy has them.
 
     Raises:
-        ConfigError: a name that it cannot have, a section that all policies share, or a field that there is not.
+        ConfigError: a name that is not allowed, a section that all policies share, or an unknown field.
     """
     if not isinstance(name, str) or not NAME.fits(name):
         raise ConfigError(f"config.policies has {shown(name)}: {NAME.remedy}")
@@ -290,7 +290,7 @@ def _copies(config: ConfigDict, sections: Iterable[str]) -> dict[str, ConfigDict
 
 
 def _change(sections: Mapping[str, ConfigDict], field: str, changes: ConfigDict, config: ConfigDict) -> None:
-    """Write into `sections` what `changes`, the config at `field`, says, and lock them.
+    """Write `changes`, the config at `field`, into `sections`, and lock these.
 
     Raises:
         ConfigError: another section than these, an unknown field, or a value of another type.
@@ -302,7 +302,7 @@ def _change(sections: Mapping[str, ConfigDict], field: str, changes: ConfigDict,
             raise ConfigError(f"{field}.{section} is set, but {field} may differ only in {allowed}: {remedy}")
         if not isinstance(values, ConfigDict | Mapping):
             raise ConfigError(f"{field}.{section} is {shown(values)}: give a dict of the fields that differ")
-        # Another estimator or objective than the run's begins with its own defaults, not with the options of that one.
+        # Another estimator or objective than the run's begins with its own defaults, not with the options of the run's.
         for options, owner in OWNER_OF_OPTIONS.items():
             name = owner.removeprefix(f"{section}.")
             if name in values and values[name] != sections[section][name]:
@@ -324,7 +324,7 @@ def _change(sections: Mapping[str, ConfigDict], field: str, changes: ConfigDict,
 
 
 def _misfit(path: str, field: str, value: object) -> str:
-    """Message on a value of another kind than the field at `path` has, in the words of its declaration."""
+    """Message about a value that does not fit the field at `path`, in the words of the field's declaration."""
     declared = FIELDS.find(path)
     if isinstance(declared, Section):
         found = declared.problems(field, value, complete=False)
@@ -334,7 +334,8 @@ def _misfit(path: str, field: str, value: object) -> str:
 
 
 def field_problems(config: ConfigDict) -> list[str]:
-    """Values that their declarations do not allow, and fields that are not declared; of bases and policies, too."""
+    """Messages about values that their declarations do not allow and fields that are not declared, also those of bases
+    and policies."""
     if problems := list(FIELDS.problems("config", config)):
         return problems
     try:
@@ -352,10 +353,10 @@ def field_problems(config: ConfigDict) -> list[str]:
 
 
 def check_agents(run: Run) -> None:
-    """Everybody who speaks for an agent can, and at least one of them is trained.
+    """Check that a policy or base model of the run speaks for each agent, and a trained one for at least one agent.
 
     Raises:
-        ConfigError: an agent's policy is none of the run's, or a base model is asked for where nothing keeps it.
+        ConfigError: an agent's policy is none of the run's, or its base model is replaced by trained weights.
     """
     for agent, model in run.agents.items():
         if model not in (*run.policies, *run.bases):
@@ -377,8 +378,7 @@ def check_agents(run: Run) -> None:
 
 
 def read_models(folder: Path) -> dict[str, dict[str, str]]:
-    """Base models that a run's launcher fetched: name -> `path` (the field's value), `revision`, `folder`; none where
-    it fetched none.
+    """Base models that a run's launcher fetched, if any: name -> `path` (the field's value), `revision`, `folder`.
 
     Raises:
         ConfigError: the note is damaged, or may not be read.
@@ -397,7 +397,7 @@ def read_models(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def write_models(folder: Path, models: Mapping[str, Mapping[str, str]]) -> None:
-    """Note which revisions of which models a run was started with; nothing where all are folders."""
+    """Note the models and revisions that a run was started with; nothing if all are folders."""
     if models:
         replace_file(folder / _MODELS_FILE, json.dumps(dict(models), indent=2) + "\n")
 
@@ -414,13 +414,12 @@ def read_endpoints(folder: Path) -> dict[str, str]:
 
 
 def write_endpoints(folder: Path, urls: Mapping[str, str]) -> None:
-    """Say where servers listen. Roles look again: one moves when another process takes its port."""
+    """Write down where servers listen. Roles read it again: an address changes when another process takes the port."""
     replace_file(folder / _ENDPOINTS_FILE, json.dumps(dict(urls)))
 
 
 def played_in(run: Run) -> dict[str, Any]:
-    """The tasks and players of a run's config, and their bounds, as JSON has them: equal where results speak of the
-    same."""
+    """Tasks, players and bounds of a run's config, as JSON has them: equal for runs whose results can be compared."""
     config = run.config
     found = {
         "world": config.env.name,
