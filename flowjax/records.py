@@ -50,6 +50,7 @@ class Task:
     kind: str = ""
 
 
+# Records with arrays have eq=False: the generated `__eq__` would take the truth of an array, which numpy refuses.
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """One call of one policy, and what the world answered.
@@ -252,6 +253,7 @@ def unpack(data: bytes, *, most_elements: int | None = None) -> Any:
     if most_elements is not None:
         options = _counting(most_elements)
     try:
+        # Not strict: the keys of some maps are whole numbers (versions), which msgpack refuses by default.
         envelope = msgpack.unpackb(data, strict_map_key=False, **options)
         schema, body = envelope["schema"], envelope["body"]
     except WireError:
@@ -588,7 +590,7 @@ def _array(value: Any, kind: str, where: str) -> np.ndarray:
 
 
 def _short(value: Any) -> str:
-    """The value as a message may show it, whatever it is."""
+    """A short form of any value, for a message."""
     if isinstance(value, str | int | float | bool | None):
         shown = repr(value)
         return shown if len(shown) <= 40 else f"{shown[:40]}..."

@@ -108,7 +108,7 @@ def token_rows(trajectory: Trajectory, advantages: Sequence[float] | np.ndarray)
         prompt, sampled = turn.prompt_ids[len(known) :], turn.sampled_ids
         known = np.concatenate([turn.prompt_ids, sampled])
         nothing = np.zeros(len(prompt), np.float32)
-        # What the prompt adds is read and not trained on: no log-prob, no advantage, version -1.
+        # The prompt's new tokens are read and not trained on: no log-prob, no advantage, version -1.
         rows[-1].append((prompt, nothing.astype(bool), nothing, nothing, np.full(len(prompt), -1, np.int32)))
         rows[-1].append(
             (
@@ -256,6 +256,7 @@ class Batches:
         """Log what a batch is made of, and what has failed or been dropped so far."""
         self.trained_ages[policy] = _token_ages(groups, step)
         counts, tasks = self._ledger.counts(), self._ledger.count_groups()  # tasks: needed by `_behind_lost`
+        # Before the batch is answered, so that no checkpoint has consumed a group beyond the number noted.
         note_opened(self._policies[policy].checkpoints, tasks)
         self._metrics.write(
             "batch",

@@ -77,6 +77,7 @@ class Difficulty(Algorithm):
             return True
         # Distance from the target, of the policy that is nearest to it, as a share of the largest that there can be.
         off = min(abs(average - self._target) for average in averages.values()) / max(self._target, 1 - self._target)
+        # By position and not by task: chance is drawn anew each time that the task comes up.
         return share_of(self._seed, "difficulty", position) < max(self._floor, 1 - off)
 
     def keep(self, result: Result) -> bool:

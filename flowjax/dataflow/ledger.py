@@ -505,6 +505,8 @@ class Ledger:
         deadline_s, leases = now_s + self._lease_s, []
         alone = self._alone(worker, kind, now_s)
         with Transaction(self._db):
+            # `worker` of a waiting episode is the one that failed at it last, NULL if none did. `IS NOT` is true of a
+            # NULL beside a name, where `!=` would be NULL, and the row left out.
             rows = self._db.execute(
                 "SELECT episode_id, group_id, seed, versions, temperature, task"
                 " FROM episodes JOIN groups USING (group_id)"
@@ -602,6 +604,7 @@ class Ledger:
 
     def expire(self) -> list[str]:
         """Take back the leases whose deadline has passed. Returns the groups that this completes."""
+        # Looked up without a transaction: most calls find nothing, and then take no lock and write nothing.
         overdue = "SELECT episode_id, group_id FROM episodes WHERE state = 'leased' AND deadline_s < ?"
         rows = self._db.execute(overdue, (self._clock(),)).fetchall()
         if not rows:
@@ -679,6 +682,7 @@ class Ledger:
             # State and content in one row: at no moment is the episode done and not kept. A worker that gets no answer
             # because this process died sends it again: that copy is then the first, or a duplicate that changes
             # nothing. A waiting episode is accepted, too: its lease ran out, but nobody else has finished it.
+            # A sender without a name leaves the worker that the episode was leased to.
             self._db.execute(
                 "UPDATE episodes SET state = 'done', episode = ?, played_versions = ?, lease_id = NULL,"
                 " worker = COALESCE(NULLIF(?, ''), worker) WHERE episode_id = ?",
@@ -989,8 +993,8 @@ class Ledger:
         with Transaction(self._db):
             # In a transaction after that of `commit`, never before it: a death in between leaves some batches too many,
             # which the next commit closes. A replayed group is in several batches, and the newest of them decides.
-            # Until then its rows in the older ones stay, because `groups` counts them, but at steps below 0: what is
-            # left of such a batch must not be served as that batch. A trainer that goes back to it gets one made anew.
+            # Until then its rows in the older ones stay, because `groups` counts them, but at steps below 0: the rest
+            # of such a batch must not be served as that batch. A trainer that goes back to it gets one made anew.
             self._db.execute(
                 "UPDATE policy_groups SET state = 'closed' WHERE policy = ? AND state = 'used' AND ? >"
                 " (SELECT MAX(step) FROM batches"
@@ -1085,7 +1089,7 @@ class Ledger:
 
     def workers_of(self, trajectory_ids: Iterable[str]) -> dict[str, str]:
         """The worker that played the episode of each trajectory; those of which none is known are left out."""
-        # A trajectory has its episode's id, <group>/<number>, or that with / and more behind it.
+        # A trajectory has its episode's id, <group>/<number>, or that with / and more after it.
         episodes = {name: "/".join(name.split("/")[:2]) for name in trajectory_ids}
         rows = self._db.execute(
             "SELECT episode_id, worker FROM episodes WHERE episode_id IN (SELECT value FROM json_each(?))",

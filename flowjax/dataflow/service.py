@@ -367,7 +367,7 @@ class DataflowService:
                 raise WireError(f"field step is {step}: {made} (config.trainer.steps): ask for it no more")
         until = time.monotonic() + hold_s
         while (batch := self._take(steps, epoch)) is None and time.monotonic() < until:
-            self._changed.clear()
+            self._changed.clear()  # nothing is awaited since the batch was looked for: no change is missed
             left_s = until - time.monotonic()
             pause_s = min(left_s, max(self._flow.batches.patience_s(steps), _LATEST_S))
             try:

@@ -23,7 +23,7 @@ from flowjax.monitor.trouble import explain
 
 _log = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
-_CONTROL_TIMEOUT_S = 60.0  # for everything but completions, and new weights, which may wait for the end of some
+_CONTROL_TIMEOUT_S = 60.0  # for everything but completions, and new weights, which may wait for completions to end
 _HEALTH_TIMEOUT_S = 5.0
 _PROBE_EVERY_S = 5.0  # while waiting for a completion
 _LONGEST_EVENT_BYTES = 2**20  # of a stream
@@ -85,7 +85,7 @@ class Partial:
             self.starts = [(model, 0)]
 
     def append(self, rest: EngineReply) -> None:
-        """Add what another engine has sampled behind it."""
+        """Add the rest that another engine has sampled after it."""
         place = len(self.sampled_ids)
         for name, tokens in rest.spans:
             self.starts.append((name, place))
@@ -199,7 +199,7 @@ class UnknownModel(EngineError):
 
 
 class EngineAway(EngineError):
-    """The engine is dead or does not answer. `partial` is what it had sampled of the completion that was asked for."""
+    """The engine is dead or does not answer. `partial` is the part of the completion that it had sampled until then."""
 
     def __init__(self, message: str, partial: Partial | None = None):
         super().__init__(message)
@@ -270,9 +270,9 @@ class EngineClient:
     async def __aenter__(self) -> "EngineClient":
         # Requests may take as long as sampling takes; `_complete` asks for the engine's health meanwhile.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0),  # the default of 100 connections would queue requests here
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
-            read_bufsize=_LONGEST_EVENT_BYTES,
+            read_bufsize=_LONGEST_EVENT_BYTES,  # aiohttp refuses a line of a stream that is longer than twice this
         )
         return self
 

@@ -98,7 +98,7 @@ class MergedLinears:
         )
 
     def _merged(self, layer: BaseLinearLayerWithLoRA, slot: int, inputs: int) -> torch.Tensor:
-        """(W + B A)^T of a slot: what the layer answers to the unit vectors, for vLLM may keep W in a packed form."""
+        """(W + B A)^T of a slot, as the layer's output for the unit vectors: vLLM may keep W in a packed form."""
         a, b = layer.lora_a_stacked, layer.lora_b_stacked
         written = tuple(tensor._version for tensor in (*a, *b))  # PyTorch counts the writes to a tensor
         slots = self._kept.setdefault(layer, {})
@@ -111,7 +111,7 @@ class MergedLinears:
 
 
 def check_vllm() -> None:
-    """Compare what is replaced with what this vLLM has.
+    """Check that this vLLM has the methods that are replaced here, with the same parameters.
 
     Raises:
         AttributeError: a method is missing or takes other parameters.

@@ -240,7 +240,7 @@ class RolloutService:
         asking = self._asking = asyncio.create_task(self._dataflow.lease(slots, self._playable, hold_s=hold_s))
         while not (await asyncio.wait([asking], timeout=_LOOK_EVERY_S))[0]:
             if not self._engines_up:
-                asking.cancel()  # the dataflow gives to others what it has not sent yet
+                asking.cancel()  # the dataflow gives leases that it has not sent yet to others
         self._asking = None
         return ([], 1.0) if asking.cancelled() else asking.result()
 

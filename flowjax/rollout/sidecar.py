@@ -37,14 +37,14 @@ _GOOGLE = "0x1ae0"
 _TPU_KINDS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 
 _ENVIRONMENT = {
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # else /v1/load_lora_adapter is not there
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",  # the model is a local folder; a look-up would only delay the start
 }
 _CPU_ENVIRONMENT = {
-    # Together with the "uni" executor: the model runs in the scheduler's process. The default puts it in one of its
-    # own, starts 7 s later for it, and has the scheduler spin on a core of its own while it waits.
+    # Together with the "uni" executor: the model runs in the scheduler's process. By default it runs in another one,
+    # which starts 7 s later, and the scheduler keeps a whole core busy while it waits for it.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCH_COMPILE_DISABLE": "1",  # eager mode alone still compiles a helper of the sampler, with a C++ compiler
     # Keep freed activations: by default glibc returns them to the system and faults them in again at every layer.
@@ -73,7 +73,8 @@ def engine_command(run: Run, served: Engine, port: int) -> tuple[list[str], dict
         "--max-model-len": engine.max_model_tokens,
         "--max-num-seqs": engine.max_concurrent_sequences,
         "--tensor-parallel-size": engine.tensor_parallel,
-        # Those of the distribution that is sampled from: after temperature, top-p, top-k and min-p.
+        # Those of the distribution that is sampled from, after temperature, top-p, top-k and min-p: the trainer's
+        # importance ratio is against that one, and vLLM's default is the distribution before all of these.
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",  # not the model's own top-k, top-p and penalties
         **(_lora_options(policies, run.config.dataflow.max_staleness) if "lora" in trained else {}),

@@ -322,7 +322,7 @@ class Follower:
             await self._retire(served, policy)
 
     def _wanted_versions(self, policy: str, newest: int | None) -> list[int]:
-        """Newest first: it is what new turns wait for. In place, one: the oldest that is pinned, else the newest."""
+        """Newest first: new turns wait for that one. With full weights only one: the oldest pinned, else the newest."""
         if self._hand_overs[policy].in_place:
             pinned = [version for name, version in (*self._pinned, *self._wanted) if name == policy]
             alone = min(pinned) if pinned else newest

@@ -151,8 +151,8 @@ class WeightsMirror:
 
     Args:
         run_dir: of the node.
-        one_at_a_time: policies of which an engine holds one version, in place of its base: of these the newest is
-            fetched, and what an evaluation needs.
+        one_at_a_time: policies of which an engine holds one version, in place of its base: of these only the newest
+            version is fetched, and those that an evaluation needs.
         hold_s: for which the run may hold an answer back while there is nothing new.
     """
 
@@ -290,7 +290,7 @@ class WeightsMirror:
         base = max(self._steps(policy), default=None)
         try:
             size_bytes = await self._unpack(policy, step, base, unfinished)
-        except DeltaError as error:  # the base here is not the one there, by whatever fault
+        except DeltaError as error:  # for some reason, the base here is not the run's
             logging.warning("%s %d comes whole: %s", policy, step, error)
             size_bytes = await self._unpack(policy, step, None, unfinished)
         if (await self._ask())[policy].lacks(step, identity):

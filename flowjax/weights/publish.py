@@ -340,7 +340,7 @@ class Checkpoints:
         return ocp.CheckpointManager(self.directory, item_handlers=handlers, options=options)
 
     def _remove_unfinished(self) -> None:
-        """Sweep what a killed writer left; Orbax refuses to write a step whose unfinished folder still lies there."""
+        """Delete rests of a killed writer: Orbax refuses to write a step while an unfinished folder of it exists."""
         for entry in self.directory.iterdir():
             step, unfinished, _ = entry.name.partition(".orbax-checkpoint-tmp")  # 3.bak is somebody's own copy
             if step.isdecimal() and (unfinished or not (entry / COMMIT_MARKER).exists()):
@@ -389,7 +389,7 @@ def _restore_like(path: Path, tree: PyTree) -> PyTree:
 
 
 def _unboxed(tree: Any) -> Any:
-    """Flax variables are saved as `{"value": array}`; their arrays are what a reader without the model wants."""
+    """The tree with bare arrays: Flax variables are saved as `{"value": array}`, which needs the model to be read."""
     if not isinstance(tree, dict):
         return tree
     return tree["value"] if set(tree) == {"value"} else {key: _unboxed(child) for key, child in tree.items()}

@@ -152,7 +152,7 @@ async def _all_of(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 def _unfinished(target: Path) -> Path:
-    """File that holds what has come of `target` so far, each byte in its place."""
+    """File that holds the pieces of `target` that have come so far, each at its place."""
     return target.with_name(f".{target.name}.part")
 
 
@@ -214,6 +214,7 @@ class _Coming:
         self._notes.unlink(missing_ok=True)
 
     def _came(self) -> list[tuple[int, int]]:
+        """Ranges of bytes that have come, by the notes."""
         if not self._notes.exists():
             return []
         try:

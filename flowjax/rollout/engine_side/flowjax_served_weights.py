@@ -73,8 +73,8 @@ class ServedWeights:
         self._changed = asyncio.Condition()
         self._one_at_a_time = asyncio.Lock()
         self._client: Any = None  # the engine whose completions are watched
-        self._under_way: set[str] = set()  # of those, vLLM's ids
-        self._anew: set[str] = set()  # and of those that a load has met before their first token
+        self._under_way: set[str] = set()  # vLLM's ids of these completions
+        self._anew: set[str] = set()  # ids of those that a load has met before their first token
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         posted = scope["type"] == "http" and scope["method"] == "POST"
@@ -186,7 +186,7 @@ class ServedWeights:
             model.name = _UNNAMED
         try:
             await client.pause_generation(mode="keep", clear_cache=False)
-            self._loads += 1  # only now: what begins before might still read its prompt with the old weights
+            self._loads += 1  # only now: a request that began before may have read its prompt with the old weights
             await self._begin_anew(client)
             try:
                 async with asyncio.timeout(_LOAD_S):
