@@ -1220,8 +1220,8 @@ class Ledger:
         return self._db.execute(open_groups, (policy, oldest_version)).fetchone()[0]
 
     def keep_share(self, policy: str) -> tuple[float, float]:
-        """Share of a policy's newest groups that the data algorithms kept, and the number of groups behind that share.
-        The share is 1 until a group is not kept."""
+        """Share of a policy's newest groups that were kept for its trainer, and the number of groups behind that share.
+        The share is 1 until a group is refused by a data algorithm, or has no turn of the policy."""
         row = self._db.execute("SELECT kept, seen FROM keep_shares WHERE policy = ?", (policy,)).fetchone()
         kept, seen = (row["kept"], row["seen"]) if row else (0.0, 0.0)  # of the newest 256 or so, see `_weigh`
         return (kept + _KEEP_PRIOR) / (seen + _KEEP_PRIOR), seen + _KEEP_PRIOR

@@ -141,7 +141,7 @@ class _Seen:
 
     heard_s: float  # when it last said something
     free_slots: int = 0  # for which there was nothing to play
-    began_s: dict[str, float] = field(default_factory=dict)  # when it got each episode that it plays, by lease
+    began_s: dict[str, float] = field(default_factory=dict)  # when it got each episode, by lease, oldest first
     yielded: bool = False  # it left training to a faster worker when it last asked for it
     asked_eval_s: float = -math.inf  # when it last asked for evaluations, or was first heard of
     serving: dict[str, int] = field(default_factory=dict)  # version by policy

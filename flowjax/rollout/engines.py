@@ -188,7 +188,7 @@ class EnginePool:
         return {"engines": engines, "moved_calls": self.moved_calls, "continued_calls": self.continued_calls}
 
     async def _choose(self, model: str, key: str, pause_s: float, failed: Collection[Member]) -> Member:
-        """An engine for a call, one of `failed` only if no other has the model. Waits while all are away."""
+        """An engine for a call, of `failed` only if no other has the model. If all are away, waits, first `pause_s`."""
         clock = asyncio.get_running_loop().time
         started_s = clock()
         while not any(member.up for member in self.members):

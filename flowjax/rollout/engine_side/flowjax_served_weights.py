@@ -5,15 +5,15 @@
 Requests under way are kept: the scheduler pauses, the folder is loaded, and they go on with the new weights, on the
 keys and values that the old ones have left in the cache; those without a token yet begin anew. Requests that come
 meanwhile wait for the load alone. The server's own model name becomes `name`: `/v1/models` says which weights are
-served, and a request that asks for an older name is answered 404. What begins after a load finds no prefix of before
-it: each load has a cache salt of its own.
+served, and a request that asks for an older name is answered 404. A request that begins after a load reuses no prefix
+that was cached before it: each load has a cache salt of its own.
 
 The scheduler labels the tokens of each of its steps with the weights that sampled them. Where weights have changed
 under a completion, each choice of its answer has those labels, as in vLLM's own `/inference/v1/generate`:
 
     "weight_versions": [{"version": "agent@3", "start": 0, "end": 9}, {"version": "agent@4", "start": 9, "end": 20}]
 
-("end" is null in the events of a stream, but for a choice's last one). An answer without them is of the one version
+("end" is null in the events of a stream, except in a choice's last one). An answer without them is of the one version
 that its "model" names. A request with the header `X-Flowjax-Pinned` must be answered by the weights that it names
 alone: a load waits until it has ended.
 
