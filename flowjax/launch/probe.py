@@ -343,8 +343,7 @@ def _served(run: Run, base: Base, plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, on: str, plan: dict[str, Any]) -> Iterator[str]:
-    """Sizes of a policy, and its trainer's memory if the mesh is known; yields what does not divide or cannot be
-    served."""
+    """Sizes of a policy, and of its trainer if the mesh is known; yields what does not divide or cannot be served."""
     from jax.sharding import AbstractMesh
 
     from flowjax.models import cost
