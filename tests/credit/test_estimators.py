@@ -158,6 +158,38 @@ def test_discounted_return_of_turns():
     np.testing.assert_allclose(values, returns - returns.mean(), rtol=1e-6)
 
 
+def test_a_success_is_a_score_above_the_threshold():
+    scores = group_of(0.2, 0.2, 0.4, 0.4)
+    expected = advantages("pass_at_k", group_of(0, 0, 1, 1), k=2)
+    assert expected[0] < 0 < expected[2]
+    np.testing.assert_allclose(advantages("pass_at_k", scores, k=2, threshold=0.3), expected, rtol=1e-6)
+    for threshold in (0.5, 0.1):  # none of them succeeds, and all
+        np.testing.assert_array_equal(advantages("pass_at_k", scores, k=2, threshold=threshold), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("discounted_return", {"norm": "mean_std"}, np.array([1, 1, -1, -1]) * np.sqrt(3 / 4)),
+        ("rewardflow", {"episode_norm": "mean", "step_norm": "none", "step_weight": 3.0}, [3, 0, -3, 0]),
+        ("gigpo", {"step_weight": 3.0}, [3, 0, -3, 0]),
+    ],
+)
+def test_what_turns_earned_weighs_by_its_deviation_or_its_weight(name, options, expected):
+    """Both episodes score 0, so that only what the environment paid tells them apart: returns 2, 2, 0, 0, of which the
+    first state's value is 1 and the others' are what is to come."""
+    paths = [Path([0, 1, 2], [1.0, 2.0], score=0.0), Path([0, 3, 4], [0.0, 0.0], score=0.0)]
+    np.testing.assert_allclose(
+        advantages(name, paths, gamma=0.5, rewards="reward", **options), expected, rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("norm", "scale"), [("mean_std", 1 / np.std([1, 0], ddof=1)), ("mean", 1.0)])
+def test_the_episode_part_has_the_norm_that_is_asked_for(norm, scale):
+    found = advantages("rewardflow", group_of(3, 2), step_weight=0.0, episode_norm=norm)
+    np.testing.assert_allclose(found, np.array([0.5, -0.5]) * scale, rtol=1e-4)
+
+
 def test_gigpo_compares_turns_from_the_same_state():
     paths = [Path([0, 1, 9], [0.0, 1.0]), Path([0, 2, 8], [0.0, 0.0])]
     values = advantages("gigpo", paths, gamma=0.5)
