@@ -178,6 +178,47 @@ def test_clip_regions(ratio, advantage, expected, has_gradient):
     assert bool(metrics["clipped"]) != has_gradient
 
 
+@pytest.mark.parametrize("kind", ["ppo", "dppo", "ipo", "cispo", "rollout_is", "sapo", "reinforce"])
+def test_metrics_are_sums_over_trained_tokens_and_the_share_that_a_rule_cuts_is_its_own(kind):
+    rng = np.random.default_rng(9)
+    behaviour = np.log(rng.uniform(0.05, 0.6, 200))
+    logprobs, advantages, mask = (
+        behaviour + rng.normal(-0.2, 0.8, 200),
+        rng.normal(0.5, 1.0, 200),
+        rng.random(200) < 0.8,
+    )
+    _, _, sums = policy_loss(*map(jnp.asarray, (logprobs, behaviour, advantages, mask)), kind=kind)
+    ratio, moved = np.exp(logprobs - behaviour), np.exp(logprobs) - np.exp(behaviour)
+    far = moved if kind in ("dppo", "ipo") else ratio - 1
+    above, below = far > 0.28, far < -0.2
+    if kind in ("ppo", "dppo"):  # where the advantage pushes on
+        above, below = above & (advantages > 0), below & (advantages < 0)
+    cut = above | below if kind not in ("sapo", "reinforce") else np.zeros(200, bool)
+    expected = {"tokens": np.ones(200), "ratio": ratio, "clipped": cut, "policy_kl": ratio - 1 - np.log(ratio)}
+    expected |= {"correction_weight": np.ones(200), "advantage": advantages, "advantage_abs": np.abs(advantages)}
+    assert sums.keys() == expected.keys() and (above & mask).any() and (below & mask).any()
+    for name, values in expected.items():
+        assert float(sums[name]) == pytest.approx(values[mask].sum(), rel=1e-4), name
+
+
+def test_a_ratio_beyond_all_bounds_stays_a_number_and_has_no_gradient():
+    """One token that the sampler held for impossible: its ratio is infinite in float32."""
+
+    def loss(logprobs, kind, behaviour):
+        return policy_loss(logprobs, behaviour, -jnp.ones((1, 2)), jnp.ones((1, 2), bool), kind=kind)[::2]
+
+    for kind, moved, bound in (
+        ("importance", 100.0, np.exp(20.0)),
+        ("ppo", 100.0, np.exp(20.0)),
+        ("gspo", 15.0, np.exp(10.0)),
+    ):
+        (value, sums), slope = jax.value_and_grad(loss, has_aux=True)(jnp.zeros((1, 2)), kind, jnp.full((1, 2), -moved))
+        assert float(value) == pytest.approx(bound * (1 if kind == "gspo" else 2), rel=1e-5), kind
+        assert not np.asarray(slope).any() and np.isfinite([float(each) for each in sums.values()]).all(), kind
+    far = mismatch_metrics(jnp.zeros(2), jnp.array([-200.0, 0.0]), jnp.ones(2, bool))
+    assert float(far["k3"]) == pytest.approx(np.exp(20.0), rel=1e-5) and float(far["max"]) == 200
+
+
 def test_micro_batches_add_up():
     logprobs, behaviour, advantages, mask, sequences = batch(3)
     for aggregation in ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"):
@@ -245,6 +286,7 @@ def test_m2po_bounds_at_the_edges():
     wide = pytest.approx((0.95, 20.0))
     assert tuple(map(float, m2po_bounds(ones, ones, ones, ones > 0, threshold=0.01))) == wide
     assert tuple(map(float, m2po_bounds(ones + 0.01, ones, ones, ones > 0, threshold=0.01))) == wide
+    assert tuple(map(float, m2po_bounds(ones + 5.0, ones, ones, ones > 0, threshold=0.01))) == wide, "and no wider"
     low, _ = m2po_bounds(ones + 2.0, ones, ones, ones > 0, threshold=0.01)  # none small enough: keep the smallest
     assert float(low) == pytest.approx(1 - np.exp(-2.0), rel=1e-5)
 
@@ -318,6 +360,9 @@ def test_mismatch_is_zero_only_where_both_agree():
     assert float(metrics["k1"]) == pytest.approx(-np.log(ratio), rel=1e-5)
     assert float(metrics["k3"]) == pytest.approx(ratio - 1 - np.log(ratio), rel=1e-4)
     assert float(metrics["max"]) == pytest.approx(np.log(ratio), rel=1e-5)
+    swapped = mismatch_metrics(theirs, ours, jnp.array([True, True, False]))  # ours are the less likely ones
+    assert float(metrics["abs"]) == float(swapped["abs"]) == pytest.approx(np.log(ratio), rel=1e-5)
+    assert float(swapped["max"]) == float(metrics["max"]) and float(swapped["k1"]) == -float(metrics["k1"])
     assert float(metrics["tokens"]) == 2
     same = mismatch_metrics(ours, ours, jnp.ones(3, bool))
     assert float(same["k3"]) == float(same["max"]) == 0
