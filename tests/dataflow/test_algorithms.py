@@ -300,6 +300,8 @@ def test_overlong_filter_leaves_out_groups_that_were_mostly_cut():
     assert algorithm.keep(result([0, 1, 0, 1], [8, 8, 3, 4]))
     assert not algorithm.keep(result([0, 1, 0, 1], [8, 8, 9, 4]))
     assert algorithm.metrics() == {"left_out": 1, "masked_trajectories": 2}
+    strict = one("overlong_filter", limit_tokens=8, share=0.25)
+    assert strict.keep(result([0, 1, 0, 1], [8, 7, 3, 4])) and not strict.keep(result([0, 1, 0, 1], [8, 8, 3, 4]))
 
 
 def test_cut_replies_have_no_part_in_the_loss_but_in_their_groups_statistics(tmp_path):

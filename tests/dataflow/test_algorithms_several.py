@@ -84,6 +84,42 @@ def test_greso_plays_a_task_with_the_probability_of_the_paper(kind, streak):
     assert share_chosen(algorithm, task) == 1.0
 
 
+def test_chances_of_greso_follow_the_share_of_each_kind_and_stay_within_their_bounds():
+    """Windows of four groups, so many of them easy: a quarter is below the target of one half, a half is not."""
+    options = {"target_easy": 0.5, "target_hard": 0.5, "step": 0.3, "easy_above": 0.2}
+    algorithm, task = one("greso", window=4, **options), Task("t", "toy", 0)
+    tell(algorithm, task, 1, agent=MIXED)  # the first play of a task is not in the share
+    for easy, chances in ((1, [0.8, 0.8]), (2, [0.5, 0.99]), (4, [0.2, 0.99]), (4, [0.01, 0.99]), (4, [0.01, 0.99])):
+        tell(algorithm, task, easy, agent=[0.3] * 4)
+        tell(algorithm, task, 4 - easy, agent=MIXED)
+        assert [algorithm.metrics()[name] for name in ("p_easy", "p_hard")] == pytest.approx(chances)
+
+
+@pytest.mark.parametrize(
+    ("options", "results", "expected"),
+    [
+        ({"rate": 0.25}, [RIGHT, WRONG], 0.5),  # an average of 0.75, half-way from the target to its end
+        ({"target": 0.8}, [MIXED], 1 - 0.3 / 0.8),
+        ({"target": 0.2}, [MIXED], 1 - 0.3 / 0.8),
+        ({"target": 0.8, "floor": 0.3}, [WRONG], 0.3),
+    ],
+)
+def test_difficulty_plays_a_task_the_less_the_further_its_average_lies_from_the_target(options, results, expected):
+    algorithm, task = one("difficulty", **options), Task("t", "toy", 0)
+    for rewards in results:
+        tell(algorithm, task, 1, agent=rewards)
+    assert share_chosen(algorithm, task) == pytest.approx(expected, abs=0.08)
+
+
+@pytest.mark.parametrize(("decay", "threshold", "plays"), [(0.9, 0.8, 16), (0.2, 0.95, 2), (0.5, 0.5, 1)])
+def test_skip_solved_passes_a_task_over_once_its_average_is_at_the_threshold(decay, threshold, plays):
+    algorithm, task = one("skip_solved", decay=decay, threshold=threshold), Task("t", "toy", 0)
+    tell(algorithm, task, plays - 1, agent=RIGHT)
+    assert algorithm.choose(task, 0)
+    tell(algorithm, task, 1, agent=RIGHT)
+    assert not algorithm.choose(task, 0)
+
+
 ORDERS = ["first_in_first_out", "earliest_deadline", "last_in_first_out"]
 
 
