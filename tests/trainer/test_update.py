@@ -1,6 +1,7 @@
 """The update does not depend on how its rows are laid out: packed or not, in one micro-batch or in many."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -197,35 +198,58 @@ def written_out(graph, arrays, frozen, batch, scale: float = 1.0) -> jax.Array:
     return jax.nn.log_softmax((before @ model.head()) / 1.3)
 
 
-@pytest.mark.parametrize("term", ["entropy", "kl"])
-def test_what_a_term_adds_to_the_gradient_is_that_of_its_formula(split, term):
-    """The entropy of the policy, and its k3 KL to the base, summed over the sampled tokens."""
+@pytest.mark.parametrize(
+    ("term", "aggregation"),
+    [("entropy", None), ("kl", None), ("entropy", "trajectory_mean_token_mean"), ("kl", "sequence_mean_token_mean")],
+)
+def test_what_a_term_adds_to_the_gradient_is_that_of_its_formula(split, term, aggregation):
+    """The entropy of the policy, and its k3 KL to the base, summed over the sampled tokens as the loss is: of a
+    sequence or trajectory each has its share."""
     graph, trained, frozen = split
     trained = jax.tree.map(lambda leaf: 4 * leaf, trained)  # further from the base
     batch = pack(rows(3), row_tokens=16, micro_batch_rows=4)[0]
     sampled = jnp.take_along_axis(jnp.asarray(batch.tokens), batch.places, axis=1)[..., None]
+    shares = {None: 1.0, "sequence_mean_token_mean": 1 / 3, "trajectory_mean_token_mean": 1 / batch.trajectory_tokens}
 
     @jax.jit
-    @jax.value_and_grad
+    @partial(jax.value_and_grad, has_aux=True)
     def formula(arrays):
+        values = per_token(arrays)
+        return jnp.sum(shares[aggregation] * values, where=batch.mask), jnp.sum(values, where=batch.mask)
+
+    def per_token(arrays):
         ours = written_out(graph, arrays, frozen, batch)
         if term == "entropy":
-            return jnp.sum(-jnp.sum(jnp.exp(ours) * ours, axis=-1), where=batch.mask)
+            return -jnp.sum(jnp.exp(ours) * ours, axis=-1)
         above = jnp.take_along_axis(ours - written_out(graph, arrays, frozen, batch, 0.0), sampled, axis=-1)[..., 0]
-        return jnp.sum(jnp.exp(-above) - 1 + above, where=batch.mask)
+        return jnp.exp(-above) - 1 + above
 
+    options = LossOptions(aggregation=aggregation)
     none: dict[str, Any] = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0}
     half: dict[str, Any] = {**none, f"{term}_coefficient": 0.5}
     parts = [
-        gradient_of(objective_of(graph, **coefficients), state_of(trained, frozen), batch)[0]
+        gradient_of(objective_of(graph, options=options, **coefficients), state_of(trained, frozen), batch)[0]
         for coefficients in (half, none)
     ]
     added = jax.tree.map(lambda with_term, without: with_term - without, parts[0].gradient, parts[1].gradient)
-    value, wanted = formula(trained)
+    (_, value), wanted = formula(trained)
     sign = -1 if term == "entropy" else 1  # entropy is sought, distance to the base avoided
     assert_close(added, jax.tree.map(lambda leaf: sign * 0.5 * leaf, wanted), atol=2e-4)
-    assert optax.global_norm(wanted) > 0.05
+    assert optax.global_norm(wanted) > 0.01
     np.testing.assert_allclose(parts[0].sums["entropy" if term == "entropy" else "reference_kl"], value, rtol=1e-3)
+
+
+def test_the_loss_is_divided_by_what_it_is_averaged_over_and_metrics_by_tokens(split):
+    graph, trained, frozen = split
+    objective = objective_of(graph, options=LossOptions(aggregation="sequence_mean_token_sum"))
+    batch = pack(rows(4), row_tokens=16, micro_batch_rows=4)[0]
+    total, _ = gradient_of(objective, state_of(trained, frozen), batch)
+    sums = {name: float(value) for name, value in total.sums.items()}
+    _, metrics = apply(SGD, state_of(trained, frozen), total)
+    assert (sums["denominator"], sums["tokens"], metrics["trained_tokens"]) == (4, 12, 12)
+    assert metrics["loss"] == pytest.approx(sums["loss"] / 4, rel=1e-5)
+    for name in ("ratio", "clipped", "policy_kl", "entropy", "reference_kl"):
+        assert metrics[name] == pytest.approx(sums[name] / 12, rel=1e-5), name
 
 
 def test_an_update_makes_praised_tokens_likelier(split):
