@@ -1,6 +1,7 @@
 """The trainer tells Prometheus and the status file what it does."""
 
 import urllib.request
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,16 @@ import pytest
 from flowjax.monitor.metrics import read_status
 from flowjax.records import TokenRow
 from flowjax.trainer.batch import pack
-from flowjax.trainer.log import TrainerStatus, _update_metrics, episode_metrics, memory_metrics, row_metrics
+from flowjax.trainer.log import (
+    Comparison,
+    TrainerStatus,
+    _add_mismatches,
+    _mismatch_metrics,
+    _update_metrics,
+    episode_metrics,
+    memory_metrics,
+    row_metrics,
+)
 from flowjax.trainer.sources import ServedBatch
 
 
@@ -31,6 +41,19 @@ def test_updates_weigh_by_their_tokens_and_one_that_was_skipped_not_at_all():
     skipped = {"trained_tokens": 5.0, "loss": float("nan"), "skipped": 1.0}
     found = _update_metrics([*({**update, "skipped": 0.0} for update in of), skipped])
     assert found == {"trained_tokens": 1005.0, "loss": pytest.approx(2.98)}
+
+
+def test_mismatches_are_of_all_versions_and_trajectories_that_were_compared():
+    """By tokens, not by versions; a sequence that is no number is left out, and rounding below 0 is none."""
+    versions = [{"k3": 0.5, "max": 0.25, "tokens": 5.0}, {"k3": 1.0, "max": 2.0, "tokens": 1.0}]
+    versions += [{"k3": 0.0, "max": 0.125, "tokens": 4.0}]
+    assert _mismatch_metrics(versions) == {"mismatch_kl": pytest.approx(0.15), "mismatch_max": 2.0}
+    assert _mismatch_metrics([]) == _mismatch_metrics([{"k3": 0.0, "max": 0.0, "tokens": 0.0}]) == {}
+    found = {"a": (1.0, 2)}
+    sequences = (np.array([0.5, -1e-9, np.nan, 0.25, 9.0]), np.array([3.0, 4.0, 2.0, 1.0, 0.0]))  # the last is none
+    of_sequences: Any = sequences
+    _add_mismatches(found, ["a", "b", "c", "a"], [Comparison({}, of_sequences)])
+    assert found == {"a": (1.75, 6), "b": (0.0, 4)}
 
 
 def test_the_learning_curve_is_of_means_over_trajectories_turns_and_groups():
