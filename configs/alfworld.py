@@ -120,14 +120,14 @@ def _real_games(config: ConfigDict) -> None:
 
 # Folder into which alfworld-download writes the games. With an empty path, generated games would be played instead.
 DOWNLOADED = str(Path(os.environ.get("ALFWORLD_DATA", "~/.cache/alfworld")).expanduser())
-# verl-agent's scripts of GiGPO, GRPO and RLOO have 50 turns, of which every second one asks for the inventory.
-_BESIDE: dict[str, Any] = {"model": "Qwen/Qwen2.5-1.5B-Instruct", "turns": 50, "steps": 150}
-_COMMON: dict[str, Any] = {"tasks": 16, "prompt_tokens": 2048, "mini_batch_turns": 256}
+_BESIDE: dict[str, Any] = {"model": "Qwen/Qwen2.5-1.5B-Instruct", "steps": 150}
+# GiGPO's script and those beside it ask for 50 turns, but a game ends at 50 commands, and whatever the estimator, each
+# second one asks for the inventory: 25 turns are the agent's.
+_COMMON: dict[str, Any] = {"tasks": 16, "turns": 25, "prompt_tokens": 2048, "mini_batch_turns": 256}
 PUBLISHED = {
     "rewardflow": PublishedRun(
         "rewardflow",
         "Qwen/Qwen2.5-3B-Instruct",
-        turns=25,
         steps=200,
         options={"gamma": 0.9, "invalid_penalty": 0.1},
         held_out_every=10,
