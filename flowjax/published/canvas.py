@@ -112,7 +112,7 @@ class PublishedCanvasEnv(CanvasEnv):
         return dataclasses.replace(found, view=HintedView(**view, hint=self._hint))
 
     def _outcome(self) -> dict[str, float]:
-        parts = structure_parts(show(self._workflow, instructions=False))
+        parts = structure_parts(self._workflow)
         return {**super()._outcome(), "repaired_actions": float(self._repaired), **parts}
 
 
@@ -133,8 +133,12 @@ class PublishedCanvas(Canvas):
         return worded(view, self._offer, *hints)
 
 
-def structure_parts(shown: str) -> Mapping[str, float]:
-    """The four parts of the published score of a workflow's text form, each 0 or 1."""
+def structure_parts(workflow: Workflow) -> Mapping[str, float]:
+    """The four parts of the published score of a workflow's text form, each 0 or 1.
+
+    That form has operators and structures alone: a name of a backend or an id would be taken for either.
+    """
+    shown = show(_operators_alone(workflow.root))
     mentioned = _MENTION.findall(shown)
     branching = ("[" in shown and "]" in shown) or ("?" in shown and ":" in shown)
     return {
@@ -143,6 +147,12 @@ def structure_parts(shown: str) -> Mapping[str, float]:
         "canvas_operator": float(len(mentioned) >= MENTIONS),
         "canvas_control": float(branching or re.search(r"x\s*\d+", shown) is not None),
     }
+
+
+def _operators_alone(node: Node) -> Node:
+    if isinstance(node, Call):
+        return Call(node.operator)
+    return replace(with_children(node, tuple(map(_operators_alone, children(node)))), id="")
 
 
 def canvas(
