@@ -47,7 +47,7 @@ from flowjax.canvas.graph import (
     with_children,
 )
 from flowjax.canvas.text import parse_piece, show
-from flowjax.canvas.values import Problem, ProblemKind, WorkflowRun
+from flowjax.canvas.values import Problem, WorkflowRun
 from flowjax.envs import Observation
 from flowjax.envs.canvas.env import CanvasEnv
 from flowjax.envs.canvas.texts import CanvasView, ObservationText, worded
@@ -103,7 +103,7 @@ class PublishedCanvasEnv(CanvasEnv):
         before = self._run
         refused = super()._take(action, problem)
         if self._options.hints and self._run is not None and self._run is not before:
-            self._hint = hint(self._workflow, self._run, problem.kind, action)
+            self._hint = hint(self._workflow, self._run, problem, action)
         return refused
 
     def _observe(self) -> Observation:
@@ -171,23 +171,29 @@ def canvas(
     return structure.clip(max=1.0) - 1.0 + released * correctness
 
 
-def hint(workflow: Workflow, run: WorkflowRun, kind: ProblemKind, action: Action) -> str:
+_ERRORS = (
+    "ERROR", "EXCEPTION", "FAILED", "TIMEOUT", "NO CODE GENERATED", "FUNCTION 'SOLVE' NOT FOUND", "PROHIBITED IMPORT",
+)  # fmt: skip
+_PROSE = ("Step ", "To solve", "Because", "First,", "The solution")
+
+
+def hint(workflow: Workflow, run: WorkflowRun, problem: Problem, action: Action) -> str:
     """Hint of the published system on what the policy is to do next: a hand-written controller.
 
-    Rules for multiple choice with three revisions, and for confidences, are left out: choices are a kind of their own
-    here, and checks state no confidence.
+    An answer that mentions an error counts as one. Left out are its rules for multiple choice, which is a kind of its
+    own here, and for confidences, which checks do not state. Edits other than `add` and `modify` are followed by what
+    it says of operators that neither plan, solve, check nor format.
     """
     present = {call.operator for call in workflow.calls()}
-    added = [node.operator for node in walk(action.piece) if isinstance(node, Call)] if isinstance(action, Add) else []
-    last = added[-1] if added else ""
-    computed = kind in ("math", "code")
-    solver = "Programmer" if computed else "Custom"
-    if run.status != "ok":
-        return f"add {_after_error(last, present, computed)}"
+    pieces = walk(action.piece) if isinstance(action, Add) else ()
+    said = [node.operator for node in pieces if isinstance(node, Call)]
+    last = action.operator if isinstance(action, Modify) else said[-1] if said else ""
+    if run.status != "ok" or any(word in run.answer.upper() for word in _ERRORS):
+        return f"add {_after_error(last, present, problem.kind in ('math', 'code'))}"
     combined = present & {"ScEnsemble", "Aggregate", "MdEnsemble"}
-    following = _following(last, present, kind, run, solver)
+    following = _following(last, present, problem, run)
     if following != "finish" and not combined and any(isinstance(node, Parallel) for node in workflow.nodes()):
-        following = "ScEnsemble" if kind == "math" else "Aggregate"
+        following = "ScEnsemble" if problem.kind == "math" else "Aggregate"
     return following if following == "finish" else f"add {following}"
 
 
@@ -199,11 +205,14 @@ def _after_error(last: str, present: set[str], computed: bool) -> str:
     return "Revise" if present & {"AnswerGenerate", "Custom"} else "Custom"
 
 
-def _following(last: str, present: set[str], kind: ProblemKind, run: WorkflowRun, solver: str) -> str:
+def _following(last: str, present: set[str], problem: Problem, run: WorkflowRun) -> str:
     """The operator to add after a run without errors: a solver, a check, then the answer's form; or "finish"."""
-    if last in ("Plan", "Decompose") or not present & {"Programmer", "AnswerGenerate", "Custom"}:
-        return solver
-    concise = len(run.answer) <= 50 and "\n" not in run.answer
+    kind = problem.kind
+    if last in ("Plan", "Decompose"):
+        return "Programmer" if kind in ("math", "code") else "Custom"
+    if not present & {"Programmer", "AnswerGenerate", "Custom"}:
+        return "Programmer" if kind == "math" else "Custom"
+    concise = len(run.answer) <= 50 and "\n" not in run.answer and not any(cue in run.answer for cue in _PROSE)
     done = "finish" if "Format" in present else "Format"
     match last:
         case "Format":
@@ -215,11 +224,10 @@ def _following(last: str, present: set[str], kind: ProblemKind, run: WorkflowRun
         case "Programmer" | "AnswerGenerate" | "Custom":
             if kind == "math" and "Verify" not in present:
                 return "Verify"
-            if kind == "code" and "Test" not in present:
+            if kind == "code" and problem.public_tests and "Test" not in present:
                 return "Test"
-            if present & {"Verify", "Test"}:
-                return "finish" if concise else "Format"
-            return "Verify"
+            if not present & {"Verify", "Test"}:
+                return {"math": "Verify", "code": "Test"}.get(kind, "Review")
     return "finish" if concise else "Format"
 
 
