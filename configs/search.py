@@ -32,9 +32,9 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_8b_v5e  the same on one host of 8 TPU chips, v5e: docs/trainer.md   (never run)
     qwen3_0_6b    1 GPU of 16 GB, the same server, without thinking   (never run)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
-                  2 x A100 80 GB: the published runs with their faults, but training an adapter and not all weights
-                  (`flowjax.recipes.published_on_two_gpus`), and with states told apart exactly. There is no script
-                  for RLOO: it has GRPO's constants   (never run)
+                  2 x A100 80 GB: constants, reading of replies and estimators as published, an adapter in place
+                  of all weights (`flowjax.recipes.published_on_two_gpus`). There is no script for RLOO: it has GRPO's
+                  constants   (never run)
     """
     config = default_config()
     config.env.name = "flowjax.envs.search:Search"

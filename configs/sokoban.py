@@ -36,9 +36,9 @@ def get_config(arg: str = "nano") -> ConfigDict:
     qwen3_0_6b 1 GPU of 16 GB       6 x 6, without thinking
                (on an H200, four steps with a random model of 10 M parameters: docs/benchmarks/accelerators.md)
     published,rewardflow | published,gigpo | published,grpo | published,rloo
-               2 x A100 80 GB: the published runs with their faults, but training an adapter and not all weights
-               (`flowjax.recipes.published_on_two_gpus`), and with text and Qwen2.5-3B-Instruct instead of pictures and
-               Qwen2.5-VL-3B. There is no script for RLOO: it has GRPO's constants   (never run)
+               2 x A100 80 GB: constants, reading of replies and estimators as published, an adapter in place
+               of all weights (`flowjax.recipes.published_on_two_gpus`), and text and Qwen2.5-3B-Instruct in place of
+               pictures and Qwen2.5-VL-3B. There is no script for RLOO: it has GRPO's constants   (never run)
     """
     config = default_config()
     config.env.name = "flowjax.envs.sokoban:Sokoban"

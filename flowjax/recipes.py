@@ -190,7 +190,14 @@ def published_on_two_gpus(config: ConfigDict, world: str, run: PublishedRun) -> 
 
     Differences from its script: an adapter of rank 64 is trained instead of all weights, because the KL penalty needs
     the base unchanged, at the scripts' learning rate for adapters (3e-6; 1e-6 for all weights). The number of updates
-    per batch is fixed: as many as the script makes of a batch in which every episode takes all its turns.
+    per batch is fixed: as many as the script makes of a batch in which every episode takes all its turns. Ratios are
+    taken against the engine's log-probabilities; the scripts compute them again before the first update. A prompt that
+    is too long ends its episode; the scripts of Search cut it on the left, the others fail.
+
+    The published faults of the estimators (docs/credit) and of reading replies are kept. Those of states are not, since
+    a world's keys here hold the whole state: right and wrong answers end in two states, a clicked option is part of the
+    state, and looking around does not change it. Validity is the world's, too: an impossible command is penalised in
+    ALFWorld and WebShop, a reply without thoughts is not, and a reply with two tags is valid in Search.
     """
     config.name = f"{world}-published-{run.estimator}"
     config.model.path = run.model

@@ -131,7 +131,7 @@ def published_values(
     it was first seen with.
 
     Values are looked up by the state that a turn started in, not by the node that the turn before led to. Where the two
-    keys disagree, as in the published WebShop, a click on an option seems to lead nowhere.
+    keys disagree, as they do in the published WebShop and in no world here, a click on an option seems to lead nowhere.
     """
     source, target = _node_before(table), table.next_state
     kept = table.mask & ~_latest(table) & (source != target)
