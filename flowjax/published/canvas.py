@@ -1,7 +1,9 @@
-"""Canvas as FlowSteer publishes it, faults included: nearly right actions mended, the next operator hinted at, and the
-structure score with the reward made of it (`published_canvas` in config.reward.components).
+"""Canvas after FlowSteer: nearly right actions mended, the next operator hinted at, and the structure score with the
+reward made of it, faults included (`published_canvas` in config.reward.components).
 
-`config.env.name`: "flowjax.published.canvas:PublishedCanvas". All else is as in the world itself.
+`config.env.name`: "flowjax.published.canvas:PublishedCanvas". All else is as in the world itself. More is mended than
+in FlowSteer, which can do nothing with an action in a code fence, the structure `sequence`, `parallel` for an action,
+`done` for `<true>`, or an operator's name in lower case.
 
 The score is computed from the workflow's text: operators that are mentioned count, whether they ran or not, and the
 pattern for loops (`x3`) never matches the text, which says `* 3`.
