@@ -17,8 +17,10 @@ from flowjax.envs.sokoban.rooms import DIRECTIONS
 from flowjax.envs.sokoban.world import Sokoban, SokobanEnv
 from flowjax.envs.webshop.world import WebShop
 
-_BLOCK_CHARACTERS = 20  # of the shortest block that the published code world takes for a program
-_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_CODE_CHARACTERS = 20  # of the shortest text that the published code world takes for a program
+_CHAT_TOKEN = re.compile(r"<\|[^>\n]{1,60}?\|>")
+_BLOCK = re.compile(r"```(?:python|py)?(.*?)```", re.DOTALL | re.IGNORECASE)
+_LOOKS = re.compile(r"(?:def|class|import|from|for|while|return) |print\(|if __name__")
 _SENT_CHARACTERS = 30  # at a reply's end, which the published ALFWorld sends where a tag is missing
 _STILL = "still"
 _TAIL_CHARACTERS = 20  # at a reply's end, which the published WebShop runs where a tag is missing
@@ -97,17 +99,18 @@ class PublishedSearch(_Published, Search):
 
 
 class PublishedCode(_Published, Code):
-    """Code in AstraFlow: ignores blocks of under 20 characters. A reply without a longer one is a program as a whole if
-    it has one of the words def, import, print, return."""
+    """Code in AstraFlow's workflows: the last fence with at least 20 characters in it, on one line or several. A reply
+    without one is a program as a whole if it has 20 characters and looks like Python."""
 
     Original = Code
 
     def parse_action(self, reply: str, legal: tuple[str, ...]) -> str | None:
-        found = (block.strip("\r\n") for block in _BLOCK.findall(reply))
-        blocks = [block for block in found if len(block) >= _BLOCK_CHARACTERS]
-        looks = re.search(r"\b(def|import|print|return)\b", reply)
-        program = blocks[-1] if blocks else reply.strip() if looks else ""
-        return program if runnable(program) else None
+        said = _CHAT_TOKEN.sub("", reply).strip()
+        blocks = [block.strip() for block in _BLOCK.findall(said)]
+        found = [block for block in blocks if len(block) >= _CODE_CHARACTERS]
+        if not found and len(said) >= _CODE_CHARACTERS and _LOOKS.search(said):
+            found = [said]
+        return found[-1] if found and runnable(found[-1]) else None
 
 
 def _first_tagged(reply: str) -> str | None:

@@ -411,12 +411,28 @@ def test_programs_are_found_in_replies(reply: str, program: str | None):
     assert WORLD.parse_action(reply, LEGAL) == program
 
 
-def test_the_published_parser_differs_where_it_did():
-    short = "```python\nx = 1\n```"
-    assert PublishedCode().parse_action(short, LEGAL) is None
-    prose = "I would import nothing and return the sum."
-    assert PublishedCode().parse_action(prose, LEGAL) == prose
-    assert WORLD.parse_action(prose, LEGAL) is None
+@pytest.mark.parametrize(
+    ("reply", "program"),
+    [
+        ("```python\nx = 1\n```", None),
+        ("```python\nx = 1            \n```", None),
+        ("print(1)", None),
+        ("I would print the result.", None),
+        ("I would import nothing and return the sum.", "I would import nothing and return the sum."),
+        ("for n in open(0):\n    total = n\n", "for n in open(0):\n    total = n"),
+        ("Here: ```python print(sum(map(int, input())))```", "print(sum(map(int, input())))"),
+        ("```\nprint(sum(map(int, input())))\n```<|im_end|>", "print(sum(map(int, input())))"),
+        ("```py\nprint('the first of two')\n``` or ```py\nprint('the last of two')\n```", "print('the last of two')"),
+        ("So I print it: <|im_end|>", None),
+        ("for n in range(3): pass<|im_end|>", "for n in range(3): pass"),
+    ],
+)
+def test_the_published_parser_takes_what_it_did(reply: str, program: str | None):
+    assert PublishedCode().parse_action(reply, LEGAL) == program
+
+
+def test_prose_is_no_program():
+    assert WORLD.parse_action("I would import nothing and return the sum.", LEGAL) is None
 
 
 @pytest.mark.parametrize("style", ["instruct", "compact"])
