@@ -128,7 +128,8 @@ def split_goals(
 
     A hash of the content alone decides which, so a goal held out under one data seed or number of products is trained
     on under no other; the data seed changes order and prices only. By content, goals with the same words are in the
-    same split. By index they may not be, as in the published split: there a goal's content is its index.
+    same split. By index they may not be: there a goal's content is its place in the catalog. In the published split the
+    sides overlap: it is by place in a list that each worker shuffles with its own seed.
     """
     found = goals(load_catalog(path, products, seed, kind == "human"), kind, data_seed)
     both: dict[Split, list[Goal]] = {"held_out": [], "train": []}

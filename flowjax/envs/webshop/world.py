@@ -78,7 +78,7 @@ inside <action> </action>."""
 class WebShopOptions:
     """The catalog is the first `products` of the files at `path`, or generated from `seed` where that is empty.
 
-    `goals` is synthetic or human, `split_by` content or, as published, index. For a share `hasty_share` of the goals
+    `goals` is synthetic or human, `split_by` content or index (of the catalog). For a share `hasty_share` of the goals
     the expert buys the first product that it opens, without choosing options.
     """
 
