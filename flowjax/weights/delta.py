@@ -8,7 +8,7 @@ planes (the first bytes of all numbers, then the second ones, ...) compressed by
     dense    the differences to the base's numbers, as integers in zigzag code: small ones of either sign are small
     sparse   the differences of only those numbers that differ, after the gaps between them (a byte each, up to 254)
 
-AstraFlow's deltas are an index of four bytes and a value of two for each number that differs (its sender_agent.py);
+AstraFlow's deltas are an index of four bytes and a value of two for each 16 bits that differ (its sender_agent.py);
 SkyRL's are an exclusive or (XOR) under zstd. After a step of Adam most bfloat16 numbers are unchanged, and the others
 differ in their last bits: sparse takes a little over one byte for each (`python -m tests.benchmarks.weights`).
 """

@@ -2,8 +2,9 @@
 
 Prints a table in Markdown. Made weights: bfloat16 normals of which a share has moved by one or two in the last place,
 as a step of Adam leaves them. With --run, consecutive versions of that run as an engine is given them. Compared are all
-numbers; AstraFlow's delta (an index of 4 bytes and a value of 2 for each number that differs, its sender_agent.py);
-an exclusive or with the base under zstd; and `flowjax.weights.delta`. Times are of one core.
+numbers; AstraFlow's delta (an index of 4 bytes and a value of 2 for each 16 bits that differ, its sender_agent.py, so
+that a float32 number may count twice); an exclusive or with the base under zstd; and `flowjax.weights.delta`. Times are
+of one core.
 """
 
 import os
@@ -61,13 +62,14 @@ def of_run(folder: Path, run_dir: Path) -> Iterator[tuple[str, Path, Path]]:
 
 def row(label: str, base: Path, new: Path, folder: Path) -> str:
     """A line of the table."""
-    whole = changed = exclusive = width = 0
+    whole = changed = halves = exclusive = width = 0
     for path in new.glob("*.safetensors"):
         before, after = load_file(base / path.name), load_file(path)
         for name, array in after.items():
             kind = {2: np.uint16, 4: np.uint32}[array.itemsize]
             bits = array.reshape(-1).view(kind) ^ before[name].reshape(-1).view(kind)
             whole, changed = whole + array.nbytes, changed + int(np.count_nonzero(bits))
+            halves += int(np.count_nonzero(bits.view(np.uint16)))
             exclusive += len(zstandard.ZstdCompressor(level=1).compress(bits.tobytes()))
             width = array.itemsize
     packed, opened = folder / "packed", folder / "opened"
@@ -83,7 +85,7 @@ def row(label: str, base: Path, new: Path, folder: Path) -> str:
         assert path.read_bytes() == (new / path.name).read_bytes()
         path.unlink()
     opened.rmdir()
-    astraflow = changed * (4 + width)
+    astraflow = halves * (4 + 2)
     return (
         f"| {label} | {whole / 1e6:,.1f} | {100 * changed * width / whole:.1f} % | {astraflow / 1e6:.2f} "
         f"| {exclusive / 1e6:.2f} "

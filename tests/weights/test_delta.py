@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from flowjax.weights import delta
 from flowjax.weights.delta import DeltaError, open_folder, pack_folder
+from tests.benchmarks.weights import row
 
 KINDS = (ml_dtypes.bfloat16, np.float16, np.float32, np.float64, np.int8, np.uint8, np.int32)
 
@@ -161,3 +162,11 @@ def test_files_outside_are_not_written(tmp_path):
         open_folder(tmp_path / "pack", None, tmp_path / "opened")
     assert not (tmp_path / "evil.jsn").exists()
     assert json.loads((before / "config.json").read_text()) == {}
+
+
+@pytest.mark.parametrize(("changed", "megabytes"), [(1, "0.12"), (1 << 16, "0.12"), ((1 << 16) + 1, "0.24")])
+def test_the_benchmark_counts_astraflows_delta_in_halves_of_a_float32(tmp_path: Path, changed: int, megabytes: str):
+    """An index of 4 bytes and a value of 2 for each 16 bits that differ."""
+    bits = np.full(20_000, 0x3F800000, np.uint32)
+    base, new = (write(tmp_path / name, {"w": array}) for name, array in (("base", bits), ("new", bits ^ changed)))
+    assert row("made", base, new, tmp_path).split(" | ")[3] == megabytes
