@@ -114,7 +114,7 @@ class PublishedCanvasEnv(CanvasEnv):
         return dataclasses.replace(found, view=HintedView(**view, hint=self._hint))
 
     def _outcome(self) -> dict[str, float]:
-        parts = structure_parts(self._workflow)
+        parts = structure_parts(operators_shown(self._workflow))
         return {**super()._outcome(), "repaired_actions": float(self._repaired), **parts}
 
 
@@ -135,12 +135,14 @@ class PublishedCanvas(Canvas):
         return worded(view, self._offer, *hints)
 
 
-def structure_parts(workflow: Workflow) -> Mapping[str, float]:
-    """The four parts of the published score of a workflow's text form, each 0 or 1.
+def operators_shown(workflow: Workflow) -> str:
+    """Text of a workflow's operators and structures alone, as the published score reads it: it would take the name of a
+    backend, or an id, for one of these."""
+    return show(_operators_alone(workflow.root))
 
-    That form has operators and structures alone: a name of a backend or an id would be taken for either.
-    """
-    shown = show(_operators_alone(workflow.root))
+
+def structure_parts(shown: str) -> Mapping[str, float]:
+    """The four parts of the published score of a workflow's text (`operators_shown`), each 0 or 1."""
     mentioned = _MENTION.findall(shown)
     branching = ("[" in shown and "]" in shown) or ("?" in shown and ":" in shown)
     return {

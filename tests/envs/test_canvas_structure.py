@@ -14,7 +14,7 @@ from flowjax.canvas.run import run
 from flowjax.canvas.text import parse
 from flowjax.canvas.values import Field, Problem, State, Value, WorkflowRun
 from flowjax.envs.canvas.structure import Structure, measure
-from flowjax.published.canvas import structure_parts
+from flowjax.published.canvas import operators_shown, structure_parts
 
 OPERATORS = load_operators(entry_points=False)
 ROLES = {name: operator.role for name, operator in OPERATORS.items()}
@@ -57,7 +57,7 @@ def measured(source: str, **options: str) -> Structure:
 def test_plans_and_mentions_earn_nothing():
     """Flaw 5.1: the published score of this workflow is full, though nothing in it works on an answer."""
     source = "Plan -> Plan -> Plan -> [Plan, Verify] -> Format"
-    assert sum(structure_parts(parse(source)).values()) == 4.0
+    assert sum(structure_parts(source).values()) == 4.0
     assert measured(source) == Structure()
 
 
@@ -104,7 +104,7 @@ def test_a_check_inside_a_parallel_decides_nothing_outside():
 def test_loops_count():
     """Flaw 5.1: the published score looks for `x2` and never sees a loop."""
     source = "Custom -> (Review -> Revise) * 2"
-    assert structure_parts(parse(source))["canvas_control"] == 0.0
+    assert structure_parts(source)["canvas_control"] == 0.0
     assert measured(source).branching == 1
     early = measured(source, verdict=PASSES)
     assert early.branching == 1 and early.distinct == 2
@@ -161,4 +161,4 @@ def test_all_bindings_of_one_input_are_followed():
     ],
 )
 def test_published_parts(source: str, expected: tuple[float, ...]):
-    assert tuple(structure_parts(parse(source)).values()) == expected
+    assert tuple(structure_parts(operators_shown(parse(source))).values()) == expected
