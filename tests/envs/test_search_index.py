@@ -226,6 +226,18 @@ def test_an_index_of_something_else_is_refused(tmp_path: Path):
             start(corpus, *flags)
 
 
+@pytest.mark.parametrize("flags", [[], ["--index=dense", "--encoder=letter_encoder:encode"]])
+def test_an_index_is_the_same_from_every_working_folder(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        given = ["--documents=200", f"--index_path={tmp_path / 'index.npy'}", *flags]
+        documents, index = server.load(server.read_arguments(given))
+        assert index.search([documents[5].contents], 1)[0][0][0] == 5
+
+
 def test_a_path_that_cannot_be_written_is_refused_before_passages_are_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

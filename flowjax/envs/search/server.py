@@ -210,8 +210,7 @@ class RetrievalService:
         return _answer({"result": [[self._item(row, score, scored) for row, score in rows] for rows in found]})
 
     def _item(self, row: int, score: float, scored: bool) -> dict[str, Any]:
-        fields = self._page(row)
-        return {"document": fields, "score": score} if scored else fields
+        return {"document": self._page(row), "score": score} if scored else self._page(row)
 
     async def _access(self, request: web.Request) -> web.Response:
         urls = _texts(await _body(request), "urls", MAX_URLS)
@@ -352,9 +351,10 @@ def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) ->
 def _how_made(arguments: argparse.Namespace, documents: Sequence[Document]) -> dict[str, Any]:
     """The flags that an index depends on, with the number and digest of its passages. Empty flags are left out, so that
     a compressed index may be loaded without the flags that made it."""
-    encoder = Path(arguments.encoder)
-    given = {"index": arguments.index, "encoder": encoder.resolve().name if encoder.is_dir() else arguments.encoder}
-    given |= {"compress": arguments.compress, "vectors": Path(arguments.vectors).name}
+    given = {"index": arguments.index, "compress": arguments.compress, "vectors": Path(arguments.vectors).name}
+    if arguments.index == "dense":  # without an encoder its path would be the working folder
+        encoder = Path(arguments.encoder)
+        given["encoder"] = encoder.resolve().name if encoder.is_dir() else arguments.encoder
     return {"passages": len(documents), "contents": digest(documents)} | {k: v for k, v in given.items() if v}
 
 
