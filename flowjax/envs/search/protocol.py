@@ -272,8 +272,9 @@ class RemoteRetriever:
                 break
             server = self._servers[self._turn % count]
             try:
-                # One that is silent leaves their share of the time to those whose turn it is still in this round.
-                return self._ask(server, path, body, read, left_s / (count - attempt % count))
+                # One that is silent leaves half of the time to those whose turn it is still in this round. A share for
+                # each of them would be too short for many sound servers that are slow.
+                return self._ask(server, path, body, read, left_s / min(2, count - attempt % count))
             except RetrievalError as error:
                 problem = str(error)
                 refused.add(server)
