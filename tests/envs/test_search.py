@@ -459,6 +459,10 @@ def test_answers_that_are_no_texts_are_named(tmp_path: Path, fields: dict[str, A
         ({"golden_answers": [2, "two"]}, ("2", "two")),
         ({"golden_answers": [], "answer": "x"}, ("x",)),
         ({"golden_answers": ["The"], "reward_model": {"ground_truth": {"target": "y"}}}, ("y",)),
+        ({"golden_answers": ["x"], "reward_model": {"style": "rule", "ground_truth": "y"}}, ("x",)),
+        ({"answer": "x", "reward_model": "rule"}, ("x",)),
+        ({"reward_model": {"ground_truth": "y"}}, ("y",)),
+        ({"reward_model": {"ground_truth": ["y", "z"]}}, ("y", "z")),
     ],
 )
 def test_answers_are_texts_and_numbers_wherever_they_stand(tmp_path: Path, fields: dict[str, Any], answers: Any):

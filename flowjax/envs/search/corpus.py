@@ -364,7 +364,7 @@ def _read_split(folder: Path, split: Split) -> list[Question]:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WorldError(
                 f"{path}, {place}, is no question ({type(error).__name__}: {error}): it needs `question` and "
-                "`golden_answers`, `answer` or `reward_model.ground_truth.target`"
+                "`golden_answers`, `answer` or `reward_model.ground_truth`"
             ) from error
         texts = (question.text, *question.answers, *question.chain, *question.augmented)
         check_characters(f"{path}, {place}", *texts)
@@ -399,7 +399,9 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
 
 def _question(row: Mapping[str, Any]) -> Question:
     text = " ".join(row["question"].split())
-    target = ((row.get("reward_model") or {}).get("ground_truth") or {}).get("target")
+    rule = row.get("reward_model")
+    truth = rule.get("ground_truth") if isinstance(rule, dict) else None
+    target = truth.get("target") if isinstance(truth, dict) else truth
     given = [each for each in (row.get("golden_answers"), row.get("answer"), target) if each is not None]
     chain = (row.get("metadata") or {}).get("chain") or []
     if not text:
