@@ -248,6 +248,19 @@ def test_a_path_that_cannot_be_written_is_refused_before_passages_are_encoded(
             started(tmp_path, *flags, f"--index_path={tmp_path / 'file' / 'x.index'}")
 
 
+def test_two_servers_may_try_one_path_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = Path.unlink
+
+    def second_first(self: Path, missing_ok: bool = False) -> None:
+        monkeypatch.setattr(Path, "unlink", real)
+        index_module.try_writing(tmp_path / "index")
+        real(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", second_first)
+    index_module.try_writing(tmp_path / "index")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_index_that_cannot_be_searched_is_refused_at_the_start(tmp_path: Path):
     texts = [document.contents for document in encyclopedia(200, 0).documents()]
     DenseIndex.build(texts, letter_encoder.encode, save_to=tmp_path / "of_others.npy")

@@ -272,7 +272,7 @@ def try_writing(path: Path) -> None:
     try:
         with new_file(path.with_name(f"{path.name}.trial")) as trial:
             trial.touch()
-        path.with_name(f"{path.name}.trial").unlink()
+        path.with_name(f"{path.name}.trial").unlink(missing_ok=True)  # another server that starts has taken it away
     except OSError as error:
         raise WorldError(f"--index_path={path} cannot be written ({error}): give another") from error
 
