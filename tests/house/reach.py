@@ -25,6 +25,7 @@ CALLED_FROM_OUTSIDE = {
     "find_class": "pickle.Unpickler",
     "log_message": "http.server",
     "on_broken_pipe": "rich's Console",
+    "recv_into": "files made of sockets",
     "should_preserve": "Orbax's preservation policies",
     "update_metadata": "vLLM's LoRA wrapper",
 }

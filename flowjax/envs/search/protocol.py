@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -317,20 +318,20 @@ class RemoteRetriever:
         self, server: tuple[str, int], path: str, body: Mapping[str, Any], timeout_s: float
     ) -> tuple[int, bytes]:
         until, answer = time.monotonic() + timeout_s, bytearray()
-        connection = self._connections.pop(server, None) or http.client.HTTPConnection(*server)
-        connection.timeout = timeout_s
-        if connection.sock is not None:  # already open: the attribute counts only when it connects
-            connection.sock.settimeout(timeout_s)
+        connection: Any = self._connections.pop(server, None) or http.client.HTTPConnection(*server)
         key = os.environ.get(KEY_VARIABLE)
         headers = {"Content-Type": "application/json", **({"X-API-Key": key} if key else {})}
         try:
+            if connection.sock is None:
+                connection.timeout = timeout_s
+                connection.connect()
+                connection.sock = _InTime(fileno=connection.sock.detach())  # pyright: ignore[reportAttributeAccessIssue]
+            connection.sock.until = until
+            connection.sock.settimeout(timeout_s)  # of sending
             connection.request("POST", path, json.dumps(body), headers)
-            sock: Any = connection.sock
             response = connection.getresponse()
-            while piece := response.read1():  # a time-out bounds one piece, and a slow answer comes in many
+            while piece := response.read1():
                 answer += piece
-                if not response.isclosed():
-                    sock.settimeout(max(until - time.monotonic(), 1e-3))
             if response.length:
                 raise http.client.IncompleteRead(bytes(answer), response.length)
             response.close()
@@ -339,6 +340,18 @@ class RemoteRetriever:
             raise
         self._connections[server] = connection  # kept alive for the next search
         return response.status, bytes(answer)
+
+
+class _InTime(socket.socket):
+    """A socket read until one moment: a time-out bounds a single piece, and heads and answers come in many."""
+
+    until = 0.0
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        if (left_s := self.until - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(left_s)
+        return super().recv_into(buffer, nbytes, flags)
 
 
 def _address(url: str) -> tuple[str, int]:
