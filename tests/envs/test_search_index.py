@@ -178,7 +178,7 @@ def test_a_compressed_index_is_made_once_and_finds_nearly_what_the_exact_one_doe
     assert all(found[row][0][0] == row and abs(found[row][0][1] - 1.0) < 0.01 for row in range(200))
     assert [path.name for path in sorted(tmp_path.iterdir()) if "made" in path.name] == [
         "made.index",
-        "made.index.json",
+        "made.index.made.json",
     ]
 
 
@@ -208,7 +208,7 @@ def test_an_index_of_something_else_is_refused(tmp_path: Path):
     for flags, named in (
         (
             [*dense, "--compress=SQ8"],
-            "made.index was made .* .compress 'Flat', here 'SQ8'.: remove it and made.index.json",
+            "made.index was made .* .compress 'Flat', here 'SQ8'.: remove it to have it made anew",
         ),
         (
             [*dense, "--encoder=test_search_index:vowels"],
@@ -224,6 +224,31 @@ def test_an_index_of_something_else_is_refused(tmp_path: Path):
     for flags in ([bm25], dense):
         with pytest.raises(WorldError, match=r"was made of, or with, something else .contents"):
             start(corpus, *flags)
+
+
+def test_what_two_servers_make_at_once_is_known_by_what_the_first_one_made_it_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def start(seed: int) -> tuple[Any, Any]:
+        given = ["--documents=200", f"--corpus_seed={seed}", f"--index_path={tmp_path / 'index'}"]
+        return server.load(server.read_arguments(given))
+
+    real = server._make_index
+
+    def meanwhile(*given: Any) -> Any:
+        monkeypatch.setattr(server, "_make_index", real)
+        start(1)
+        return real(*given)
+
+    monkeypatch.setattr(server, "_make_index", meanwhile)
+    (tmp_path / "index.json").write_text("of one's own")
+    documents, index = start(0)
+    assert index.search([documents[5].contents], 1)[0][0][0] == 5
+    with pytest.raises(WorldError, match=r"was made of, or with, something else .contents"):
+        start(0)
+    start(1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "index.json"]
+    assert (tmp_path / "index.json").read_text() == "of one's own"
 
 
 @pytest.mark.parametrize("flags", [[], ["--index=dense", "--encoder=letter_encoder:encode"]])

@@ -68,10 +68,12 @@ class BM25Index:
         index._read()
         return index
 
-    def save(self, folder: str | Path) -> None:
-        """Save to a folder, atomically. One that another process made meanwhile stays."""
+    def save(self, folder: str | Path, made: Mapping[str, Any] | None = None) -> None:
+        """Save to a folder, atomically, with what it was made of. One that another process made meanwhile stays."""
         with contextlib.suppress(FileExistsError), new_folder(Path(folder)) as unfinished:
             self._bm25.save(str(unfinished), show_progress=False)
+            if made is not None:
+                keep_how_made(unfinished, made)
 
     def _read(self) -> None:
         scores = self._bm25.scores
@@ -239,22 +241,22 @@ def digest(documents: Sequence[Document]) -> str:
 
 
 def kept(path: Path, wanted: Mapping[str, Any], load: Callable[[Path], Any]) -> Any:
-    """The index at a path. The file that `keep_how_made` wrote beside it must agree with `wanted`; an index made by
-    other programs has no such file, and is accepted.
+    """The index at a path. The file that `keep_how_made` wrote must agree with `wanted`; an index made by other
+    programs has no such file, and is accepted.
 
     Raises:
         WorldError: it was made otherwise, or cannot be read, for which each library has other exceptions.
     """
-    beside = _how_made_at(path)
+    note = _how_made_at(path)
     try:
-        made = json.loads(beside.read_text()) if beside.exists() else wanted
+        made = json.loads(note.read_text()) if note.exists() else wanted
         others = [
             f"{name} {made.get(name)!r}, here {value!r}" for name, value in wanted.items() if made.get(name) != value
         ]
         if others:
             raise WorldError(
-                f"--index_path={path} was made of, or with, something else ({'; '.join(others)}): remove it and "
-                f"{beside.name} to have it made anew, or start the server as it was started then"
+                f"--index_path={path} was made of, or with, something else ({'; '.join(others)}): remove it "
+                "to have it made anew, or start the server as it was started then"
             )
         return load(path)
     except WorldError:  # the above, or a library is missing
@@ -278,12 +280,12 @@ def try_writing(path: Path) -> None:
 
 
 def keep_how_made(path: Path, made: Mapping[str, Any]) -> None:
-    """Write a file beside an index that says from what, and how, it was made."""
+    """Write a file, in an index's folder or beside its file, that says from what, and how, the index was made."""
     replace_file(_how_made_at(path), json.dumps(made, indent=1))
 
 
 def _how_made_at(path: Path) -> Path:
-    return path.with_name(f"{path.name}.json")
+    return path / "made.json" if path.is_dir() else path.with_name(f"{path.name}.made.json")
 
 
 def import_bm25s() -> tuple[Any, frozenset[str], Any]:

@@ -339,7 +339,9 @@ def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) ->
         if path is not None:
             try_writing(path)
         index = _make_index(arguments, documents, encode, path)
-        if path is not None:
+        if path is not None and isinstance(index, BM25Index):
+            index.save(path, made)
+        elif path is not None:
             keep_how_made(path, made)
     if isinstance(index, DenseIndex):
         if arguments.search_with:
@@ -376,12 +378,7 @@ def _make_index(
     if encode is not None and arguments.compress:
         return _compressed(arguments, documents, encode, path)
     texts = [passage.contents for passage in documents]
-    if encode is not None:
-        return DenseIndex.build(texts, encode, save_to=path)
-    index = BM25Index(texts)
-    if path is not None:
-        index.save(path)
-    return index
+    return BM25Index(texts) if encode is None else DenseIndex.build(texts, encode, save_to=path)
 
 
 def _compressed(
