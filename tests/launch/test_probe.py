@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import canvas, code, sokoban
+from configs import canvas, code, search, sokoban
 from configs.math_pair import get_config
 from flowjax import rewards
 from flowjax.envs import WorldError
@@ -309,6 +309,14 @@ def test_a_nodes_gpus_need_not_fit_the_trainers_mesh():
     assert (
         found["problems"] == [] and found["plan"]["bases"]["base"]["model"]["policies"]["solver"]["adapter_bytes"] > 0
     )
+
+
+def test_servers_that_the_worlds_ask_are_for_those_who_play():
+    config = search.get_config("nano")
+    config.env.options = {"retriever": "http://127.0.0.1:9"}  # a port that nobody serves
+    assert "http://127.0.0.1:9 gives no passages" in inspect_run(resolve(config), 1, None)["here"][0]
+    config.elsewhere = ("rollout",)
+    assert inspect_run(resolve(config), 1, None)["here"] == []
 
 
 def test_windows_that_engines_would_not_serve_are_refused(tmp_path: Path):
