@@ -363,6 +363,17 @@ def test_an_oracle_plays_questions_without_a_known_chain(tmp_path: Path):
     assert env.step(Search().expert(env)).outcome["success"] == 1.0
 
 
+def test_the_expert_knows_a_title_by_its_words(tmp_path: Path):
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "9", "title": "Lake Como", "text": "A lake."}) + "\n")
+    line = {"question": "Where?", "answer": "Italy", "metadata": {"chain": ["lake  como", "Italy"]}}
+    (tmp_path / "test.jsonl").write_text(json.dumps(line))
+    world = Search(path=str(tmp_path))
+    env = world.env()
+    env.reset(take(world.tasks("held_out", 0), 0), 0)
+    env.step(world.expert(env))
+    assert env.step(world.expert(env)).outcome["success"] == 1.0
+
+
 def test_passages_of_one_id_are_two_states(tmp_path: Path):
     build(tmp_path, seed=3, documents=200, train=1, held_out=1, hops=[2])
     with (tmp_path / "corpus.jsonl").open("w") as file:
