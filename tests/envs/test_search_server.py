@@ -479,6 +479,15 @@ def test_a_server_that_is_none_is_left_for_one_that_is(url: str, failures: list[
             retriever.search("x", 1)
 
 
+def test_pauses_are_between_rounds_of_all_servers(monkeypatch: pytest.MonkeyPatch):
+    pauses: list[float] = []
+    with serving(type("Handler", (Flaky,), {"failures": [500] * 5})) as address:
+        retriever = RemoteRetriever([address] * 3, wire="query", timeout_s=60)
+        monkeypatch.setattr("flowjax.envs.search.protocol.time.sleep", pauses.append)
+        assert retriever.search("x", 1) == []
+    assert pauses == [0.1]
+
+
 def test_a_silent_server_leaves_time_for_the_others(url: str, monkeypatch: pytest.MonkeyPatch):
     limits: list[float] = []
     exchange = RemoteRetriever._exchange

@@ -196,7 +196,8 @@ def parse_compact(reply: str, legal: Sequence[str]) -> str | None:
 
 Wire = Literal["query", "queries", "search"]  # the three request formats, see server.py
 KEY_VARIABLE = "FLOWJAX_SEARCH_KEY"  # environment variable with the X-API-Key of servers that want one
-FIRST_PAUSE_S = 0.1  # between attempts, doubled each time
+FIRST_PAUSE_S = 0.1  # between rounds of all servers, doubled each time
+BUSY_PAUSE_S = 1.0  # what a busy server of ours asks for
 Found = TypeVar("Found")
 
 
@@ -284,8 +285,9 @@ class RemoteRetriever:
             except (OSError, http.client.HTTPException) as error:
                 problem = f"{_url(server)}: {type(error).__name__}: {error}"
             self._turn += 1
-            time.sleep(max(0.0, min(pause_s, until - time.monotonic())))
-            pause_s *= 2
+            if attempt % count == count - 1:  # another server may be asked at once
+                time.sleep(max(0.0, min(pause_s, until - time.monotonic())))
+                pause_s *= 2
         raise RetrievalError(f"no retrieval server answered within {self._timeout_s:g} s; the last problem: {problem}")
 
     def _ask(
