@@ -441,6 +441,15 @@ def test_an_answer_nested_too_deep_is_named():
         RemoteRetriever([address], wire="query", timeout_s=60).search("x", 1)
 
 
+@pytest.mark.parametrize(("failures", "refused"), [([503], False), ([503, 503], True)])
+def test_a_server_that_is_busy_at_a_launch_is_asked_again(
+    failures: list[int], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("flowjax.envs.search.protocol.BUSY_PAUSE_S", 0.0)
+    with serving(type("Handler", (Flaky,), {"failures": list(failures)})) as address:
+        assert bool(list(Search(path=str(tmp_path), retriever=address).obstacles())) == refused
+
+
 class Cut(Flaky):
     """Breaks off its first answer."""
 

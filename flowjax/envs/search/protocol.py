@@ -254,11 +254,17 @@ class RemoteRetriever:
         return self._post(*search_request(self._wire, query, count), partial(read_found, self._wire))[:count]
 
     def ask_each(self, query: str, count: int) -> Iterator[tuple[str, list[Document] | str]]:
-        """Search each server once: its address, with its passages or the reason why there are none."""
+        """Search each server, a busy one twice: its address, with its passages or the reason why there are none."""
         path, body = search_request(self._wire, query, count)
         for server in dict.fromkeys(self._servers):
+            ask = partial(self._ask, server, path, body, partial(read_found, self._wire), self._timeout_s)
             try:
-                yield _url(server), self._ask(server, path, body, partial(read_found, self._wire), self._timeout_s)
+                try:
+                    found = ask()
+                except http.client.HTTPException:
+                    time.sleep(BUSY_PAUSE_S)
+                    found = ask()
+                yield _url(server), found
             except (RetrievalError, OSError, http.client.HTTPException) as error:
                 yield _url(server), f"{type(error).__name__}: {error}"
 
