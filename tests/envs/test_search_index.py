@@ -226,6 +226,19 @@ def test_an_index_of_something_else_is_refused(tmp_path: Path):
             start(corpus, *flags)
 
 
+def test_an_encoder_of_another_width_is_named_with_both(tmp_path: Path):
+    np.save(tmp_path / "of_others.npy", np.ones((200, 64), np.float32))
+    given = ["--documents=200", "--index=dense", "--encoder=test_search_index:vowels"]
+    with pytest.raises(WorldError, match="it makes 5 numbers of a text, the index has 64"):
+        server.load(server.read_arguments([*given, f"--index_path={tmp_path / 'of_others.npy'}"]))
+
+
+def test_a_folder_that_is_no_index_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WorldError, match=r"--index_path=\. cannot be read .* or give another"):
+        server.load(server.read_arguments(["--documents=200", "--index_path=."]))
+
+
 def test_what_two_servers_make_at_once_is_known_by_what_the_first_one_made_it_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

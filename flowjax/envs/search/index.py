@@ -151,6 +151,8 @@ class DenseIndex:
     def search(self, queries: Sequence[str], count: int) -> list[Scored]:
         wanted = np.ascontiguousarray(self._encode(queries, "query"), np.float32)
         if self._index is not None:
+            if wanted.shape[1] != self._index.d:
+                raise ValueError(f"it makes {wanted.shape[1]} numbers of a text, the index has {self._index.d}")
             # Of equal scores faiss may keep any: `_TIED` more are asked for, so that the lowest rows are among them.
             scores, rows = self._index.search(wanted, min(count + _TIED, self.passages))
             return [_ordered(row[row >= 0], score[row >= 0])[:count] for row, score in zip(rows, scores, strict=True)]
@@ -262,7 +264,8 @@ def kept(path: Path, wanted: Mapping[str, Any], load: Callable[[Path], Any]) -> 
     except WorldError:  # the above, or a library is missing
         raise
     except Exception as error:
-        raise WorldError(f"--index_path={path} cannot be read ({error!r}): remove it to have it made anew") from error
+        remedy = "remove it to have it made anew, or give another"
+        raise WorldError(f"--index_path={path} cannot be read ({error!r}): {remedy}") from error
 
 
 def try_writing(path: Path) -> None:
