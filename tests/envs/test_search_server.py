@@ -292,6 +292,14 @@ def test_servers_that_a_run_cannot_use_are_named_before_it(url: str, tmp_path: P
     assert "--documents=200 --corpus_seed=1" in seed
 
 
+def test_a_server_may_rank_other_documents_of_the_encyclopedia_first():
+    passages = [{"id": "9", "contents": encyclopedia(DOCUMENTS, 0).document(9).contents}]
+    handler = type("Handler", (Flaky,), {"failures": [], "nothing": {"result": [passages]}})
+    with serving(handler) as address:
+        assert list(Search(**OPTIONS, retriever=address).obstacles()) == []
+        assert "does not find" in next(Search(**OPTIONS, corpus_seed=1, retriever=address).obstacles())
+
+
 def test_the_expert_does_not_go_on_from_a_document_that_was_not_found(url: str):
     world = Search(documents=300, retriever=url)
     env, task = world.env(), world.tasks("held_out", 0)[0]

@@ -30,6 +30,7 @@ from flowjax.envs.search.corpus import (
     MAX_HOPS,
     MIN_DOCUMENTS,
     Document,
+    Encyclopedia,
     Question,
     Questions,
     encyclopedia,
@@ -169,14 +170,15 @@ class Search(World):
         if not self.options.servers:
             return
         documents, seed = self.options.documents, self.options.corpus_seed
-        wanted = None if self.options.path else encyclopedia(documents, seed).document(0)
-        for url, found in self.options.remote().ask_each(wanted.title if wanted else "anything", self.options.topk):
+        book = None if self.options.path else encyclopedia(documents, seed)
+        wanted = book.names[0] if book else "anything"
+        for url, found in self.options.remote().ask_each(wanted, self.options.topk):
             if isinstance(found, str):
                 yield f"env.options retriever: {url} gives no passages ({found}): start one there, or name another"
-            elif wanted and wanted.contents not in [passage.contents for passage in found]:
+            elif book and not any(_is_of(book, passage) for passage in found):  # whichever its encoder ranks first
                 served = f"--documents={documents} --corpus_seed={seed}"
                 yield (
-                    f"env.options retriever: {url} does not find {wanted.title!r}, a document of documents={documents} "
+                    f"env.options retriever: {url} does not find {wanted!r}, or any document of documents={documents} "
                     f"and corpus_seed={seed}: start it with {served}, or set env.options as it was started"
                 )
 
@@ -321,6 +323,11 @@ def _step(past: Past, after: SearchView, name: ProtocolName) -> str:
 def _result(view: SearchView, name: ProtocolName) -> str:
     found = [] if view.found is None else [f"{OPENING}\n{information(view.found, name)}\n{CLOSING}"]
     return "\n".join([*found, NOTICE] if view.unreadable else found)
+
+
+def _is_of(book: Encyclopedia, passage: Document) -> bool:
+    names = book.names
+    return passage.title in names and book.document(names.index(passage.title)).contents == passage.contents
 
 
 class _QuestionTasks:
