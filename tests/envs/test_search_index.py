@@ -310,6 +310,13 @@ def test_an_index_that_cannot_be_searched_is_refused_at_the_start(tmp_path: Path
         started(tmp_path, "--compress=IVF64,SQ8", "--search_with=nprobe=0")
 
 
+def test_an_encoder_that_gives_no_numbers_finds_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(index_module, "_faiss", lambda: None)
+    given = ["--documents=200", "--index=dense", "--encoder=test_search_index:nothing"]
+    with pytest.raises(WorldError, match="nothing is found"):
+        server.load(server.read_arguments(given))
+
+
 def test_what_makes_no_compressed_index_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(WorldError, match=r"--compress=IVF64,XY: faiss makes no such index of 3000 passages"):
         started(tmp_path, "--compress=IVF64,XY")

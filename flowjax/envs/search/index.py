@@ -171,7 +171,7 @@ def _best(scores: Float[np.ndarray, "rows"], count: int, floor: float) -> Scored
     best: Scored = []
     for _ in range(min(count, len(scores))):
         row = int(scores.argmax())
-        if scores[row] <= floor:
+        if not scores[row] > floor:  # also where it is NaN
             break
         best.append((row, float(scores[row])))
         scores[row] = floor
