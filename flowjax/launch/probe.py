@@ -184,8 +184,7 @@ def _executors(run: Run) -> Iterator[str]:
                 )
             if (why := unprepared(Path(base.model.path))) and base.model.nano is None:
                 obstacles.append(in_base(name, why))
-        if "rollout" not in config.elsewhere:  # there players may reach what this machine does not
-            obstacles += world.obstacles()
+        obstacles += () if "rollout" in config.elsewhere else world.obstacles()  # whoever plays may reach more
     if obstacles:
         raise NotReady("\n".join(_named(obstacles)))
 
