@@ -105,6 +105,8 @@ def test_ticks_are_told_apart_and_a_single_step_has_one(page: Path):
 
         assert await ticks([1, 2], [0.99979, 1.00055]) == ["0.9998", "1", "1.0002", "1.0004", "1", "2"]
         assert await ticks([1, 2], [100100, 100200]) == ["1.0010e+5", "1.0015e+5", "1.0020e+5", "1", "2"]
+        assert await ticks([1, 2], [0.051, 0.135]) == ["0.1", "1", "2"], "an axis with one tick"
+        assert await ticks([1, 2], [1.21, 1.29999]) == ["1.25", "1", "2"]
         assert await ticks([7], [0]) == ["0", "0.2", "0.4", "7"], "a staleness of 0 is not below 0"
 
     visit(read)

@@ -59,17 +59,19 @@ function scales(xs, ys, share) {
   };
 }
 
-function ticks(low, high, most) {
+function spacing(low, high, most) {
   const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough));
-  const every = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
-  const found = [];
+  return [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+}
+function ticks(low, high, most) {
+  const every = spacing(low, high, most), found = [];
   for (let i = Math.ceil(low / every); i * every <= high + every * 1e-9; i += 1) found.push(i * every || 0);  // sums would drift: 1.9999 is no step
   return found;
 }
 
 function grid(scale, share) {
   const right = CHART.width - CHART.right, bottom = CHART.height - CHART.bottom;
-  const values = ticks(scale.low, scale.high, 4), every = values[1] - values[0];
+  const values = ticks(scale.low, scale.high, 4), every = spacing(scale.low, scale.high, 4);  // of one tick, too
   const parts = values.flatMap((value) => [
     make("line", {class: "grid", x1: CHART.left, x2: right, y1: scale.y(value), y2: scale.y(value)}),
     make("text", {x: CHART.left - 6, y: scale.y(value) + 4, "text-anchor": "end"}, share ? `${+(100 * value).toFixed(1)} %` : tickText(value, every))]);
