@@ -304,6 +304,14 @@ def test_words_are_found_in_replies(page: Path):
             )
             await opened.until(searched)
         await opened.until(f"document.querySelector('.count').textContent.startsWith('{found} ')")
+        overtaken = await opened.run(  # a search that reads many batches, by one that reads none
+            "(async () => { const read = piece; let go; SECTIONS.episodes.filters.piece = '';"
+            "piece = (key) => new Promise((done) => { go = () => done(read(key)); });"
+            "const slow = SECTIONS.episodes.search('none'); await SECTIONS.episodes.search('');"
+            "const newer = document.querySelector('.count')?.textContent; piece = read; go(); await slow;"
+            "return [newer, document.querySelector('.count')?.textContent]; })()"
+        )
+        assert overtaken[0] and overtaken[0] == overtaken[1], "a search that is out of date writes nothing"
 
     visit(read)
 

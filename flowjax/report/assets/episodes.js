@@ -42,6 +42,7 @@ SECTIONS.episodes = {
     const wanted = this.filters.words.toLowerCase(), found = new Set();
     const pieces = allPieces().filter(({piece}) => !this.filters.piece || piece.key === this.filters.piece);
     for (const [done, {piece: described}] of pieces.entries()) {
+      if (search !== this.newest) return;  // another began while this one read: the list is its own now
       if (done % 5 === 0) replace(this.target, make("p", {}, `Searching ${described.label} …`));
       const made = await piece(described.key);
       const prompts = made.prompts.map((text) => text.toLowerCase().includes(wanted));
