@@ -112,6 +112,23 @@ def test_ticks_are_told_apart_and_a_single_step_has_one(page: Path):
     visit(read)
 
 
+def test_a_line_of_several_seeds_is_of_those_that_have_a_value(page: Path):
+    async def read(opened: Browser) -> None:
+        await opened.open(page)
+
+        async def lines(column: str) -> list[str]:
+            first = "{name: 'm-0', policies: {}, column: {x: [0, 10], y: [1, 2]}}"
+            runs = f"[{first}, {{name: 'm-1', policies: {{}}, column: {column}}}]"
+            series = f"seriesOf([{{runs: {runs}, policy: '', look: {{}}}}], (run) => run.column)"
+            return await opened.run(f"{series}.map((one) => `${{one.label}}: ${{one.x}}`)")
+
+        assert await lines("{x: [10], y: [1]}") == ["m-0, 2 seeds: 10"]
+        assert await lines("null") == ["m-0: 0,10"], "a seed that has just begun is none of them"
+        assert await lines("{x: [5], y: [1]}") == ["m-0: 0,10", "m-1: 5"], "no step has both"
+
+    visit(read)
+
+
 def test_a_very_long_run_is_drawn(page: Path):
     """More values than a call of a function can have."""
     many = "Array.from({length: 300000}, (_, i) => i)"

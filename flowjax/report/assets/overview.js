@@ -60,13 +60,16 @@ function linesOf() {
 }
 function policiesOf(runs) { return [...new Set(runs.flatMap((run) => Object.keys(run.policies)))]; }
 
-// One series for each line: a single run as it is, several seeds as their mean with the band of all of them.
+// One series for each line: a single run as it is, several seeds as their mean with the band of all of them. Those that
+// share no step have no mean, and each is drawn by itself.
 function seriesOf(lines, columnOf, named = true) {
-  return lines.map(({runs, policy, look}) => {
-    const columns = runs.map((run) => columnOf(run, policy)).filter(Boolean), several = named && policiesOf(runs).length > 1;
-    const label = [DATA.methods.length > 1 || !several ? runs[0].name : "", several ? policy : "", runs.length > 1 ? `${runs.length} seeds` : ""].filter(Boolean).join(", ");
-    return columns.length ? {label, ...look, ...(columns.length > 1 ? {...banded(columns), band: true, marks: columns[0].marks} : columns[0])} : null;
-  }).filter(Boolean);
+  return lines.flatMap(({runs, policy, look}) => {
+    const having = runs.filter((run) => columnOf(run, policy)), columns = having.map((run) => columnOf(run, policy));
+    const several = named && policiesOf(runs).length > 1;
+    const label = (of) => [DATA.methods.length > 1 || !several || of.length < runs.length ? of[0].name : "", several ? policy : "", of.length > 1 ? `${of.length} seeds` : ""].filter(Boolean).join(", ");
+    const mean = columns.length > 1 ? banded(columns) : null;
+    return mean?.x.length ? [{label: label(having), ...look, ...mean, band: true, marks: columns[0].marks}] : columns.map((one, i) => ({label: label([having[i]]), ...look, ...one}));
+  });
 }
 function trained(metric) {
   return seriesOf(linesOf(), (run, policy) => run.policies[policy]?.metrics[metric] && {x: run.policies[policy].step, y: run.policies[policy].metrics[metric]});
