@@ -89,10 +89,9 @@ def _by_policy(train: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for policy in dict.fromkeys(str(entry.get("policy", "")) for entry in train):
         lines = [entry for entry in train if str(entry.get("policy", "")) == policy]
-        names = dict.fromkeys(
-            name for line in lines for name, value in line.items() if isinstance(value, int | float) and name != "step"
-        )
-        columns = {name: [_number(line.get(name)) for line in lines] for name in names if name != "time_s"}
+        numbers = (name for line in lines for name, value in line.items() if _number(value) is not None)
+        names = [name for name in dict.fromkeys(numbers) if name not in ("step", "time_s")]
+        columns = {name: [_number(line.get(name)) for line in lines] for name in names}
         found[policy] = {"step": [line.get("step") for line in lines], "metrics": columns}
     return found
 

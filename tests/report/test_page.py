@@ -77,7 +77,7 @@ def test_a_chart_compares_what_is_smoothed_alike(page: Path):
 def test_values_that_are_not_finite_cut_a_line_and_are_read_out(tmp_path: Path):
     run = record_run(tmp_path / "run", steps=2)
     for step, entropy in enumerate((0.3, 0.3, float("nan"), 0.3, 0.3, float("nan"), float("nan")), 3):
-        MetricsWriter(run).write("train", step=step, policy="agent", entropy=entropy)
+        MetricsWriter(run).write("train", step=step, policy="agent", entropy=entropy, never=float("nan"))
     assert main([str(run)]) == 0
     chart = "[...document.querySelectorAll('.chart')].find(c => c.textContent.startsWith('Entropy'))"
 
@@ -87,6 +87,12 @@ def test_values_that_are_not_finite_cut_a_line_and_are_read_out(tmp_path: Path):
         assert await opened.run(f"{chart}.querySelector('output').textContent") == "Step 9: not finite (nan)"
         labels = await opened.run(f"[...{chart}.querySelectorAll('svg > text')].map(t => t.textContent)")
         assert {"2", "8"} <= set(labels), "the scale has the steps whose values are not finite"
+        never = "lineChart({title: 'N', series: [...trained('entropy'), ...trained('never')].slice(FROM)})"
+        readout = f"{never}.querySelector('output').textContent"
+        assert await opened.run(readout.replace("FROM", "1")) == "Step 9: not finite (nan)"
+        assert (await opened.run(readout.replace("FROM", "0"))).count("not finite (nan)") == 2
+        spoken = await opened.run(f"{never}.querySelector('svg').getAttribute('aria-label')".replace("FROM", "1"))
+        assert spoken.startswith("N: finite at no step.")
         columns = "[{x: [1, 2, 3], y: [1, 1, 1]}, {x: [1, 2, 3], y: [3, 'nan', 3]}]"
         assert (await opened.run(f"banded({columns}).y")) == [2, "nan", 2]
         await opened.run("document.querySelector('details:has(#step)').open = true")

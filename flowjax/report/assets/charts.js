@@ -5,11 +5,11 @@ const CHART = {width: 460, height: 210, left: 52, right: 12, top: 10, bottom: 30
 // `series`: [{label, colour, dashed, x, y, low, high, band, marks}]. A line is cut where a value is not finite ("nan"), and goes on where a step has none; `band` fills between low and high, `marks` draws points with bars.
 function lineChart({title, series, share = false, help = ""}) {
   const known = series.map((one) => ({...one, at: one.x.map((_, i) => i).filter((i) => isNumber(one.y[i]))}))
-    .filter((one) => one.at.length);
+    .filter((one) => one.at.length || one.y.some(isName));
   if (!known.length) return null;
   const xs = known.flatMap((one) => one.x.filter((_, i) => isNumber(one.y[i]) || isName(one.y[i])));
   const ys = known.flatMap((one) => one.at.flatMap((i) => [one.y[i], one.low?.[i], one.high?.[i]].filter(isNumber)));
-  const scale = scales(xs, ys, share);
+  const scale = scales(xs, ys.length ? ys : [0], share);
   const svg = make("svg", {viewBox: `0 0 ${CHART.width} ${CHART.height}`, role: "img", tabindex: "0", "aria-label": spoken(title, known, share)});
   svg.append(...grid(scale, share));
   // All lines of a chart are smoothed or none: else a smooth one would look steadier than those it is compared with.
@@ -128,8 +128,8 @@ function readout(known, step, share) {
 }
 function spoken(title, known, share) {
   return known.map((one) => {
-    const values = one.at.map((i) => one.y[i]);
-    return `${title}${known.length > 1 ? `, ${one.label}` : ""}: from ${shown(values[0], share)} at step ${one.x[one.at[0]]} to ` +
+    const values = one.at.map((i) => one.y[i]), name = `${title}${known.length > 1 ? `, ${one.label}` : ""}`;
+    return !values.length ? `${name}: finite at no step` : `${name}: from ${shown(values[0], share)} at step ${one.x[one.at[0]]} to ` +
       `${shown(values.at(-1), share)} at step ${one.x[one.at.at(-1)]}, lowest ${shown(lowest(values), share)}, highest ${shown(highest(values), share)}`;
   }).join(". ") + ". Arrow keys read single steps.";
 }
