@@ -243,14 +243,25 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def methods(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Indices of runs that differ only in their seed, as one list for each method."""
-    found: dict[str, list[int]] = {}
+    alike: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
-        rest = {field: value for field, value in run["config"].items() if field not in _SEED_FIELDS}
-        for field, value in rest.items():  # paths with the run's own name in them, such as that of its nano base
-            if isinstance(value, str):
-                rest[field] = "/".join("<run>" if part == run["name"] else part for part in value.split("/"))
-        found.setdefault(str(sorted(rest.items())), []).append(index)
-    return list(found.values())
+        alike.setdefault(_setting(run), []).append(index)
+    found: dict[str, list[int]] = {}
+    for same in alike.values():  # not run by run: seeds 0 and 3 of one base "llama-3" are alike as they are
+        found.setdefault(_setting(runs[same[0]], base_per_seed=True), []).extend(same)
+    return list(map(sorted, found.values()))
+
+
+def _setting(run: Mapping[str, Any], *, base_per_seed: bool = False) -> str:
+    """Fields of a run without those of its seed. With `base_per_seed`, a base `<base>-<seed>` counts as the seed's."""
+    rest = {field: value for field, value in run["config"].items() if field not in _SEED_FIELDS}
+    of_seed = f"-{run['config'].get('seed')}"
+    for field, value in rest.items():  # paths with the run's own name in them, such as that of its nano base
+        if isinstance(value, str):
+            text = "/".join("<run>" if part == run["name"] else part for part in value.split("/"))
+            is_of_seed = base_per_seed and field.endswith("model.path") and text.endswith(of_seed)
+            rest[field] = f"{text.removesuffix(of_seed)}-<seed>" if is_of_seed else text
+    return str(sorted(rest.items()))
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:

@@ -25,7 +25,7 @@ from flowjax.report import page
 from flowjax.report.__main__ import PageHandler, main
 from flowjax.report.credit import explain_credit
 from flowjax.report.episodes import EpisodePages, RecordedGroup, read_batch
-from flowjax.report.overview import ends_of, overview, pauses, phase_seconds, timeline
+from flowjax.report.overview import ends_of, methods, overview, pauses, phase_seconds, timeline
 from flowjax.report.page import make_page
 from flowjax.run import read_run
 from tests.report.recorded import TRAINED_LESS, record_run
@@ -254,6 +254,15 @@ def test_the_served_page_follows_the_run_and_no_other_file_is_served(run: Path, 
     finally:
         (run / "metrics.jsonl").write_text(lines)
         shutil.rmtree(run / "warm_start", ignore_errors=True)
+
+
+def test_seeds_of_a_method_may_each_have_a_base_of_their_own():
+    def found(*runs: tuple[int, str]) -> list[list[int]]:
+        return methods([{"name": f"run-{seed}", "config": {"seed": seed, "model.path": base}} for seed, base in runs])
+
+    assert found((0, "models/sokoban-0"), (1, "models/sokoban-1"), (0, "models/other-0")) == [[0, 1], [2]]
+    assert found((0, "models/a-0"), (1, "models/b-1"), (1, "models/a-0")) == [[0, 2], [1]]
+    assert found((3, "models/llama-3"), (0, "models/llama-3")) == [[0, 1]], "a name that ends in a seed by chance"
 
 
 @pytest.mark.parametrize(
