@@ -348,6 +348,9 @@ def test_values_that_are_not_finite_are_shown_and_counted(tmp_path):
     assert "reward inf " in (line := plain_line(progress.train[-1], progress, {"agent": 4})) and "k3 nan " in line
     table = " ".join(text_of(summary(progress, wall_s=1)).split())
     assert "2.0e-08 worst step, not finite in 2 steps" in table
+    writer.write("train", **step_line(5, reward_mean=float("-inf")))
+    progress.update()
+    assert dict(figures(progress, {}, {}))["reward"].startswith("nan, ")
 
 
 def test_status_that_is_being_written_is_no_status(tmp_path):
