@@ -174,12 +174,12 @@ def _why(
         )
     if "advantage" not in turn:
         return "No credit was given to this episode."
-    given, parts = _signed(turn["advantage"]), turn.get("advantage_parts", {})
+    given, parts = signed(turn["advantage"]), turn.get("advantage_parts", {})
     episode = _of_episode(group, place)
     advantages = [each.get("advantage", 0.0) for each in shown["episodes"][place]["turns"]]
     if parts:
         step = _of_step(shown, values, at, gamma, has_values="rewardflow" in estimator)
-        both = f"{_signed(parts['episode'])} for the episode and {_signed(parts['step'])} for this move"
+        both = f"{signed(parts['episode'])} for the episode and {signed(parts['step'])} for this move"
         return f"Advantage {given} = {both}. The episode: {episode} This move: {step}"
     if max(advantages) - min(advantages) < _SAME:
         alike = f"Advantage {given}, the same for every move of the episode ({estimator})."
@@ -188,8 +188,9 @@ def _why(
     return f"Advantage {given} ({estimator}). The episode: {episode} This move: {step}"
 
 
-def _signed(value: Any) -> str:
-    return f"{round(float(value), 2) + 0.0:+.2f}"  # never -0.00
+def signed(value: float | np.floating) -> str:
+    """An advantage in two digits; what rounds to zero has no sign, as on the page's buttons."""
+    return "0.00" if abs(value) < 0.005 else f"{value:+.2f}"
 
 
 def _of_episode(group: RecordedGroup, place: int) -> str:
@@ -246,7 +247,7 @@ def _choices(here: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
     if len(here) == 1:
         return "Nobody else of the group was in this state."
     ranked = sorted(by_action.items(), key=lambda item: -float(np.mean(item[1])))
-    tried = ", ".join(f"{_short(action)} {_signed(np.mean(given))} (×{len(given)})" for action, given in ranked[:4])
+    tried = ", ".join(f"{_short(action)} {signed(np.mean(given))} (×{len(given)})" for action, given in ranked[:4])
     were = "1 episode of the group was" if passed == 1 else f"{passed} episodes of the group were"
     return f"{were} in this state; on average {tried}."
 

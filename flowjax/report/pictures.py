@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float
 from flowjax.credit.estimators import state_values
 from flowjax.credit.table import TurnTable, build_table, columns_of
 from flowjax.monitor.metrics import evaluation_lines, read_metrics
-from flowjax.report.credit import value_options
+from flowjax.report.credit import signed, value_options
 from flowjax.report.episodes import batches_of, most_divided, read_batch
 from flowjax.report.overview import names_of
 from flowjax.run import read_run
@@ -203,11 +203,11 @@ class Edge:
 
     @property
     def text(self) -> str:
-        return f"{self.advantage:+.2f}" + (f" ×{self.visits}" if self.visits > 1 else "")
+        return signed(self.advantage) + (f" ×{self.visits}" if self.visits > 1 else "")
 
     @property
     def colour(self) -> str:
-        return NEUTRAL if abs(self.advantage) < 1e-3 else GAIN if self.advantage > 0 else LOSS
+        return NEUTRAL if signed(self.advantage) == "0.00" else GAIN if self.advantage > 0 else LOSS
 
     @property
     def width(self) -> float:

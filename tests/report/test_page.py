@@ -266,6 +266,11 @@ def test_states_without_a_drawing_are_told_apart(page: Path):
         lines = await opened.run(f"tellingLines({json.dumps(views)})")
         assert lines == [["kind: results", "a", "b", "c", "d"], ["page: shop", "ask: shoes", "kind: item"], []]
         assert await opened.run("[-0.001, 0, 0.2, null].map(signed)") == ["0.00", "0.00", "+0.20", "–"]
+        state = "{id: 'ID', column: 0, row: 0, value: 0, visits: 1, view: 0}"
+        edge = "{source: 'a', target: 'b', advantage: 0.003, actions: [{action: 'go'}], moves: [[0, 0]]}"
+        graph = f"{{nodes: [{state.replace('ID', 'a')}, {state.replace('ID', 'b')}], edges: [{edge}]}}"
+        drawn = f"stateGraph({{pictures: [], views: ['']}}, {{graph: {graph}}}, () => 0).element.querySelector('.edge')"
+        assert await opened.run(f"{drawn}.getAttribute('class')") == "edge even", "as its label, which is 0.00"
         assert await opened.run("middle('click[b000000440]', 12)") == "click[…0440]"
 
     visit(read)

@@ -8,7 +8,7 @@ import pytest
 
 from flowjax.credit.estimators import estimate
 from flowjax.report import pictures
-from flowjax.report.pictures import plain_svg, state_graph, to_dot, to_svg
+from flowjax.report.pictures import GAIN, NEUTRAL, Edge, plain_svg, state_graph, to_dot, to_svg
 from tests.credit.credit_tables import Path, paths_table
 
 PATHS = [
@@ -37,6 +37,11 @@ def test_nodes_and_edges():
     assert edges["s1", "won s2"].advantage > 0 > edges["s1", "end s4"].advantage
     assert edges["s1", "s1"].advantage < 0  # it stayed where it was
     assert len(nodes) == 5  # none of the other task
+
+
+def test_an_advantage_that_is_shown_as_zero_is_neither_green_nor_signed():
+    edges = [Edge("s0", "s1", visits=1, advantage=advantage) for advantage in (-0.004, 0.004, 0.006)]
+    assert [(edge.text, edge.colour) for edge in edges] == [("0.00", NEUTRAL), ("0.00", NEUTRAL), ("+0.01", GAIN)]
 
 
 def test_dot_escapes_labels():

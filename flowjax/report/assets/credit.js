@@ -59,7 +59,7 @@ function stateGraph(made, group, onmove) {
     make("path", {d: "M0 0 L8 4 L0 8 z", class: `head ${kind}`})))));
   const labels = [];  // those that are placed, with their middles, so that no label covers another
   const drawnEdges = edges.map((edge, i) => {
-    const kind = Math.abs(edge.advantage) < 1e-3 ? "even" : edge.advantage > 0 ? "gain" : "loss";
+    const kind = isNone(edge.advantage) ? "even" : edge.advantage > 0 ? "gain" : "loss";
     const [path, tx, wanted] = route(at[edge.source], at[edge.target], x, y);
     let ty = wanted;
     while (labels.some((other) => Math.abs(other.x - tx) < 96 && Math.abs(other.y - ty) < 13)) ty += 13;
