@@ -11,7 +11,6 @@ interval, p-value, probability of improvement, and what may be concluded; see `f
 Exit status: 0 compared, 2 something to correct in what was asked for.
 """
 
-import contextlib
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -30,13 +29,17 @@ from rich.table import Table
 from flowjax.config import ConfigError, asks_help, load_run
 from flowjax.envs import WorldError, find_world
 from flowjax.envs.demonstrations import no_shares_of
+from flowjax.fields import shown
 from flowjax.monitor.held_out import METRICS, by_task, evaluation_of, is_share, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
 from flowjax.workflows import episode_outcomes
 
 _ALPHA = 0.05
 SAMPLING_FIELDS = ("eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p")
-_PLAY = (*SAMPLING_FIELDS, "env.max_turns", "rollout.max_new_tokens")  # results depend on them, whatever the policy
+_PLAY = (  # results depend on them, and on env.options, whatever the policy
+    *SAMPLING_FIELDS, "env.max_turns", "env.prompt", "env.context", "env.history",
+    "rollout.max_prompt_tokens", "rollout.max_new_tokens",
+)  # fmt: skip
 
 
 def evaluations_named(side: str) -> list[Path]:
@@ -168,17 +171,30 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
 
 
 def _played_otherwise(first: Sequence[Path], second: Sequence[Path]) -> Iterator[str]:
-    """A line on each setting of play in which the evaluations differ, of those whose config.json can be read."""
-    configs: dict[str, list[ConfigDict]] = {"A": [], "B": []}
+    """A line on each setting of play in which the evaluations differ, and one on those whose settings are not known."""
+    settings: dict[str, list[dict[str, str]]] = {"A": [], "B": []}
+    unknown: list[Path] = []
     for name, side in zip("AB", (first, second), strict=True):
-        for path in side:
-            with contextlib.suppress(ConfigError):
-                configs[name].append(load_run(_run_of(evaluation_of(path))))
-    for field in _PLAY:
-        values = {name: sorted(set(map(attrgetter(field), of_side))) for name, of_side in configs.items()}
+        for run in (_run_of(evaluation_of(path)) for path in side):
+            try:
+                settings[name].append(_play(load_run(run)))
+            except ConfigError:
+                unknown.append(run)
+    if unknown:
+        folders = ", ".join(map(str, unknown))
+        yield f"{folders}: no config.json can be read, so other settings of play may differ there"
+    for field in dict.fromkeys(field for side in settings.values() for play in side for field in play):
+        values = {name: {play.get(field, "left out") for play in side} for name, side in settings.items()}
         if len(set().union(*values.values())) > 1:
-            said = " and ".join(f"{', '.join(map(str, has))} in {name}" for name, has in values.items() if has)
+            said = " and ".join(f"{', '.join(sorted(has))} in {name}" for name, has in values.items() if has)
             yield f"config.{field} is {said}: part of the difference may come from that"
+
+
+def _play(config: ConfigDict) -> dict[str, str]:
+    """Settings of play by field."""
+    settings = {field: attrgetter(field)(config) for field in _PLAY}
+    settings |= {f"env.options.{name}": value for name, value in config.env.options.items()}
+    return {field: shown(value) for field, value in settings.items()}
 
 
 # -------------------------------------------------------------------------------------------------- variants of a sweep

@@ -74,18 +74,26 @@ def test_brackets_in_names_are_no_markup(tmp_path: Path):
 
 
 def test_what_was_sampled_in_another_way_is_said(tmp_path: Path):
-    for name, changes in {"a": {}, "a2": {}, "short": {"max_turns": 4}, "greedy": {"temperature": 0.0}}.items():
+    grown = {"env.context": "append", "rollout.max_prompt_tokens": 64, "env.options": {"topk": 5}}
+    changed = {"a": {}, "a2": {}, "short": {"env.max_turns": 4}, "greedy": {"eval.temperature": 0.0}, "grown": grown}
+    for name, changes in changed.items():
         evaluation(tmp_path / name, {"x": [True], "y": [False]})
         config = default_config()
-        for field, value in changes.items():
-            config["env" if field == "max_turns" else "eval"][field] = value
+        config.update_from_flattened_dict(changes)
         save_run(config, tmp_path / name)
-    a, a2, short, greedy = (tmp_path / name for name in ("a", "a2", "short", "greedy"))
+    a, a2, short, greedy, other = (tmp_path / name for name in changed)
     assert "may come from" not in printed([a], [a2])
     assert "config.eval.temperature is 0.0 in A and 1.0 in B: part of" in printed([greedy], [a])
     several = printed([a, greedy], [a2, short])
     assert "config.eval.temperature is 0.0, 1.0 in A and 1.0 in B: part of" in several
-    assert f"config.env.max_turns is {default_config().env.max_turns} in A and 4, " in several
+    assert "config.env.max_turns is 15 in A and 15, 4 in B" in several
+    text = printed([a], [other])
+    for said in ("context is 'window' in A and 'append' in B", "max_prompt_tokens is 1024 in A and 64 in B"):
+        assert said in text
+    assert "config.env.options.topk is left out in A and 5 in B: part of" in text
+    (a2 / "config.json").write_text("{")
+    text = printed([a], [a2])
+    assert f"{a2}: no config.json can be read, so other settings of play may differ there" in text
 
 
 def test_a_run_does_not_differ_from_itself(tmp_path: Path):
