@@ -269,7 +269,8 @@ def _of_checkpoints(config: ConfigDict, folder: Path | None, given: Mapping[str,
         for checkpoint in each.values():
             if has_arrays(checkpoint.parent, int(checkpoint.name)):  # else engines read the published files as they are
                 read_adapter(checkpoint.parent, int(checkpoint.name))
-        steps = {policy: int(checkpoint.name) for policy, checkpoint in each.items()}
+        # What is filed under a policy's name is what it played.
+        steps = {policy: int(checkpoint.name) for policy, checkpoint in each.items() if policy in speaking}
         of_one = ConfigDict(config.to_dict())
         of_one.eval.versions = tuple(sorted(set(steps.values())))
         name = ",".join(f"{policy}@{step}" for policy, step in steps.items())

@@ -35,6 +35,7 @@ def get_config(arg="one"):
     config.env.name = "flowjax.envs.sokoban:Sokoban"
     if arg != "one":
         config.policies = {"solver": {}, "verifier": {}}
+        config.agents = {"first": "solver", "second": "verifier"}
     if arg == "bases":
         config.bases = {"large": {"model": {"path": "large"}}}
         config.policies.verifier.policy = {"base": "large"}
@@ -181,6 +182,14 @@ def test_a_checkpoint_that_speaks_for_no_agent_is_not_evaluated(run):
         request(run, "one", "solver/2", more=["--config.agents={'agent': 'base'}"])
 
 
+def test_an_evaluation_is_named_after_the_policies_that_speak(run):
+    """solver against the base was filed as the verifier's, too."""
+    against = ["--config.agents={'first': 'solver', 'second': 'base'}"]
+    evaluation = request(run, "two", "solver/2", "verifier/1", more=against)
+    assert evaluation.name == evaluation.run.folder.name == "solver@2" and evaluation.run.config.eval.versions == (2,)
+    assert {policy for lease in leases_of(evaluation) for policy in lease.versions} == {"solver"}
+
+
 def test_an_evaluation_in_which_no_model_was_asked_has_no_results(run):
     """Levels whose prompts are too long were 0 % of success."""
     evaluation = request(run, "one", "solver/2", more=["--config.eval.tasks=3"])
@@ -197,9 +206,9 @@ def test_an_evaluation_in_which_no_model_was_asked_has_no_results(run):
 
 def test_the_base_model_is_rewarded_as_the_policy_whose_place_it_takes(run):
     (run.parent / "recipe.py").write_text(
-        RECIPE.replace("return", "config.reward.components = {'success': 1.0}; return").replace(
-            '{"solver": {}, "verifier": {}}', '{"solver": {"reward": {"components": {"turn_penalty": 0.5}}}}'
-        )
+        RECIPE.replace("return", "config.reward.components = {'success': 1.0}; return")
+        .replace('{"solver": {}, "verifier": {}}', '{"solver": {"reward": {"components": {"turn_penalty": 0.5}}}}')
+        .replace('{"first": "solver", "second": "verifier"}', '{"agent": "solver"}')
     )
     paid = {"turn_penalty": 0.5}  # in place of the run's components
     assert rewards_of(request(run, "own", "solver/2").run) == {"solver": paid}
