@@ -153,19 +153,25 @@ def _values(path: Path) -> dict[str, Any]:
     for name in given:
         if name not in _FIELDS and (near := nearest(name, _FIELDS)):  # names of its own are its own matter
             raise ConfigError(f"{path}: {name} is nothing that a sweep has{near}")
+    for name in (field for field in _FIELDS if field != "NAME"):  # a loop leaves `name` behind
+        if name not in given and (lower := name.lower()) in vars(module):
+            raise ConfigError(f"{path}: {lower} is nothing that a sweep has: write {name}, or call it otherwise")
     values = {name: _python(given.get(name, default)) for name, (_, default, _) in _FIELDS.items()}
     for name, (kind, _, remedy) in _FIELDS.items():
         if name == "SEEDS" and isinstance(values[name], list | range):
             values[name] = tuple(values[name])
         if not isinstance(values[name], kind) or isinstance(values[name], bool) or not _fits(name, values[name]):
-            lower = f", and {name.lower()} is no name of a sweep" if name.lower() in vars(module) else ""
-            said = f"is {shown(values[name])}" if name in given else f"is missing{lower}"
+            said = f"is {shown(values[name])}" if name in given else "is missing"
             raise ConfigError(f"{path}: {name} {said}: give {remedy}")
     for name, variant in values["VARIANTS"].items():
         if not isinstance(name, str) or not name or not FOLDER_NAME.fits(name):
             raise ConfigError(f"{path}: VARIANTS has {shown(name)}: {FOLDER_NAME.remedy}")
         if not isinstance(variant, str | Mapping):
             raise ConfigError(f"{path}: VARIANTS[{name!r}] is {shown(variant)}: give a dict of fields, or a recipe")
+        if others := [field for field in variant if not isinstance(field, str)]:
+            raise ConfigError(
+                f"{path}: VARIANTS[{name!r}] has the field {shown(others[0])}: give fields by their names"
+            )
     return values
 
 

@@ -91,7 +91,9 @@ def test_variants_times_seeds_are_runs_with_configs_of_their_own():
         ("1e-6", "-1.0", r"VARIANTS\['slow'\]: config.optimizer.learning_rate is -1.0"),
         ('"grpo": {', '"a/b": {', "VARIANTS has 'a/b': give"),
         ('"grpo": {', '"": {', "VARIANTS has '': give"),
-        ("RECIPE =", "recipe =", "RECIPE is missing, and recipe is no name of a sweep: give a recipe such as"),
+        ("RECIPE =", "recipe =", "recipe is nothing that a sweep has: write RECIPE, or call it otherwise"),
+        ("SEEDS =", "seeds =", "seeds is nothing that a sweep has: write SEEDS"),
+        ('{"credit.name": "grpo"}', "{3: 'x'}", r"VARIANTS\['grpo'\] has the field 3: give fields by their names"),
         (
             '{"credit.name": "grpo"}',
             '{"config.credit.name": "grpo", "credit.name": "gigpo"}',
