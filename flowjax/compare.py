@@ -49,7 +49,7 @@ def evaluations_named(side: str) -> list[Path]:
         ConfigError: there is none, or one is named twice, which would count as two seeds.
     """
     files, parts = [], side.split(",")
-    while parts:  # what is there may have commas in its name, as evaluations of several policies have ("a@40,b@40")
+    while parts:  # a path may have commas in it, as evaluations of several policies do ("a@40,b@40")
         counts = (count for count in range(len(parts), 1, -1) if os.access(",".join(parts[:count]), os.F_OK))
         count = next(counts, 1)
         files.append(evaluation_of(Path(",".join(parts[:count]))))
@@ -76,8 +76,8 @@ def read_scores(path: Path, metric: str) -> dict[str, float]:
 
 
 def metrics_of(config: ConfigDict) -> set[str]:
-    """Numbers that held-out episodes of a run have; none where the workflow does not list its own, or the world is not
-    to be had, which is said by the launcher's checks."""
+    """Names of the numbers in a run's held-out episodes. Empty if the workflow does not list its outcomes, or if the
+    world cannot be found, which the launcher's checks report."""
     try:
         outcomes = episode_outcomes(config.workflow, find_world(config.env.name))
     except WorldError:
@@ -98,7 +98,7 @@ def shared_tasks(*sides: Sequence[dict[str, float]]) -> list[Float[np.ndarray, "
 
 
 def apart(tasks: Mapping[str, Set[str]]) -> list[str]:
-    """Of sets of tasks by name, those that would leave fewer than two to the ones before them."""
+    """Names of the sets of tasks that have fewer than two tasks in common with all sets kept before them."""
     names, shared = [], None
     for name, these in tasks.items():
         both = these if shared is None else shared & these
@@ -110,7 +110,7 @@ def apart(tasks: Mapping[str, Set[str]]) -> list[str]:
 
 
 def conclusion(found: Difference, metric: str) -> str:
-    """One sentence: what the comparison shows, and of what."""
+    """The result in words: what the comparison shows, of two policies or of two methods."""
     of_method = min(found.seeds) > 1
     between = f"over {found.seeds[0]} and {found.seeds[1]} seeds" if of_method else "between these two policies"
     if found.detectable == 0.0 == found.mean:

@@ -105,10 +105,10 @@ class Sweep:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep of a file, all of whose configs hold.
+    """Read a sweep file, and check the config of each of its runs.
 
     Raises:
-        ConfigError: the file cannot be run, has a value that cannot be, or names a config that cannot be run.
+        ConfigError: the file fails, a value in it is invalid, or a config cannot be run.
     """
     values = _values(path)
     folder = Path(values["RUNS"]) / (values["NAME"] or path.stem)
@@ -151,7 +151,7 @@ def _values(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} line {line}: {type(error).__name__}: {error}") from error
     given = {name: value for name, value in vars(module).items() if name.isupper() and not name.startswith("_")}
     for name in given:
-        if name not in _FIELDS and (near := nearest(name, _FIELDS)):  # names of its own are its own matter
+        if name not in _FIELDS and (near := nearest(name, _FIELDS)):  # other names in capitals are the file's own
             raise ConfigError(f"{path}: {name} is nothing that a sweep has{near}")
     for name in (field for field in _FIELDS if field != "NAME"):  # a loop leaves `name` behind
         if name not in given and (lower := name.lower()) in vars(module):
@@ -187,7 +187,7 @@ def _sampled_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str,
 
 
 def _of_other_tasks(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
-    """Variants of a sweep whose held-out tasks are others than those before them have, and what makes them so."""
+    """Variants that share no two held-out tasks with the variants before them, each with the fields that differ."""
     first = next(iter(configs), "")
     differing = {
         name: [found for found in differences(configs[first], config) if found[0].startswith(_OF_TASKS)]
@@ -209,7 +209,7 @@ def _of_other_tasks(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, st
 
 
 def _python(value: Any) -> Any:
-    """A value with Python's numbers in place of numpy's, of which grids are made: flags take no other."""
+    """The value with numpy's numbers turned into Python's: grids are often made by numpy, but flags take Python's."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, dict):
@@ -260,7 +260,7 @@ def _flags(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _examined(sweep: Sweep, *, dry_run: bool) -> dict[str, Findings]:
-    """Findings on the variants' worlds, rewards and models, as the launcher's; of one run of each that is to begin."""
+    """The launcher's findings on worlds, rewards and models: of one run of each variant that is still to begin."""
     begun = {run.variant: run for run in reversed(sweep.runs) if not run.folder.exists()}
     requests = {name: read_request([*run.argv, *["--dry_run"] * dry_run]) for name, run in begun.items()}
     return {name: examine(request.run, request.devices) for name, request in requests.items()}
@@ -270,7 +270,7 @@ def _examined(sweep: Sweep, *, dry_run: bool) -> dict[str, Findings]:
 
 
 async def _run_all(sweep: Sweep, console: Console) -> tuple[list[str], int]:
-    """Begin or resume what is not finished. Returns the runs that have failed, and 128 + n after signal n."""
+    """Begin or resume the runs that are not finished. Returns those that failed, and 128 + n after signal n, else 0."""
     failed: list[str] = []
     slots, supervisors, interrupted = asyncio.Semaphore(sweep.at_once), [], []
 
