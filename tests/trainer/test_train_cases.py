@@ -291,6 +291,7 @@ def test_the_line_tells_speed_and_padding(tmp_path: Path):
     assert line["row_tokens"] == 20 * 8
     assert line["tokens_per_s"] == pytest.approx(line["row_tokens"] / line["step_s"], rel=1e-3)
     assert line["flops_per_s"] > line["tokens_per_s"] and line["host_peak_bytes"] > 1e8
+    assert line["total_s"] == pytest.approx(sum(line[name] for name in ("wait_s", "step_s", "keep_s", "save_s")))
     assert "flops_utilisation" not in line, "no peak is known for a CPU"
     assert {"wait_s", "pack_s", "save_s", "step_s", "compile_count"} <= line.keys()
     page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
@@ -298,6 +299,8 @@ def test_the_line_tells_speed_and_padding(tmp_path: Path):
     assert {name for name in line if not name.startswith("reward/")} <= fields_of_page, "the page says what each is"
     first = next(line for line in read_metrics(tmp_path) if line["kind"] == "train")
     assert line["compile_count"] == first["compile_count"], "the second step needs no program of its own"
+    flops, first_flops = (of["flops_per_s"] * of["step_s"] for of in (line, first))
+    assert flops == pytest.approx(first_flops), "batches of one shape take as many operations, however long they take"
 
 
 def test_nothing_is_compiled_after_the_start(tmp_path: Path, monkeypatch):
