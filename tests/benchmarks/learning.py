@@ -60,7 +60,7 @@ def cells(evaluations: Sequence[Path]) -> str:
     # spread to take it from.
     if len(scores) > 1 and np.ptp(scores):
         found = difference(scores, np.zeros_like(scores))
-        mean, low, high = found.mean, found.low, found.high
+        mean, low, high = found.mean, max(found.low, 0.0), min(found.high, 1.0)  # of a share, which t does not know
     else:
         mean, low, high = task_interval(scores.mean(axis=0))
     each = " ".join(f"{100 * value:.1f}" for value in scores.mean(axis=1))
