@@ -27,8 +27,6 @@ from flowjax.weights.delta import open_folder, pack_folder
 from flowjax.weights.hand_over import hand_over
 from flowjax.weights.publish import committed_steps, read_adapter
 
-_GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "Size of the made weights.")
-_RUN = flags.DEFINE_string("run", "", "Run folder whose newest versions are taken, too.")
 STEPS = np.array([1, 65535, 2, 65534], np.uint16)
 SHARES = (0.01, 0.025, 0.1)
 
@@ -102,13 +100,15 @@ def main(argv: list[str]) -> None:
     for share in SHARES:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            print(row(f"made, {100 * share:.1f} %", *made(folder, share, _GIGABYTES.value), folder), flush=True)
-    if _RUN.value:
+            print(row(f"made, {100 * share:.1f} %", *made(folder, share, flags.FLAGS.gigabytes), folder), flush=True)
+    if flags.FLAGS.run:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            for label, base, new in of_run(folder, Path(_RUN.value)):
+            for label, base, new in of_run(folder, Path(flags.FLAGS.run)):
                 print(row(label, base, new, folder), flush=True)
 
 
 if __name__ == "__main__":
+    flags.DEFINE_float("gigabytes", 1.0, "Size of the made weights.")
+    flags.DEFINE_string("run", "", "Run folder whose newest versions are taken, too.")
     app.run(main)
