@@ -118,9 +118,10 @@ def test_what_a_lost_version_has_played_is_played_again(tmp_path, anew):
                 run.publish(1)
             await until(lambda: follower.current("agent") != (1, "agent@1"))
             servers.engine.hold.set()
-            await until(lambda: servers.counted)
+            # On a busy machine the first new episode may end before the last old one is given back.
+            await until(lambda: servers.counted and serving.service.totals.given_back >= 8)
             assert serving.service.totals.given_back == 8
-            assert {turn.version for turn in servers.counted[0].turns} == {int(anew)}
+            assert {turn.version for episode in servers.counted for turn in episode.turns} == {int(anew)}
             commit = commit_of(run.folder / "checkpoints/agent", int(anew))
             assert servers.counted[0].commits == {"agent": {int(anew): commit}}
             assert servers.flow.ledger.count_causes("failed") == {}, "it is no attempt at the task"
