@@ -232,10 +232,10 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
     hooks = dict(inspect.getmembers(Algorithm, inspect.isfunction))
     for hook, asked in hooks.items():
         _check_hook(f"{field}.path is {path}, whose {hook}", getattr(algorithm, hook), asked)
-    known = {name for name in dir(Algorithm) if not name.startswith("_")}
-    for name in (name for name in dir(kind) if not name.startswith("_") and name not in known):
+    asked_for = {name for name in dir(Algorithm) if not name.startswith("_")}
+    for name in (name for name in dir(kind) if not name.startswith("_") and name not in asked_for):
         # 0.85 matches a slip (a letter more, less or changed), but not another word ("score" beside "serve").
-        alike = known & hooks.keys() if callable(getattr(kind, name)) else known - hooks.keys()
+        alike = asked_for & hooks.keys() if callable(getattr(kind, name)) else asked_for - hooks.keys()
         if near := difflib.get_close_matches(name, alike, cutoff=0.85):
             raise ConfigError(
                 f"{field}.path is {path}, whose {name} is nothing that the dataflow asks for: name it "
@@ -399,20 +399,26 @@ def _pack(state: Any) -> bytes:
         ) from error
 
 
+_PLAIN = {str, bytes, int, float, bool, type(None)}  # types of keys that are read as they were written
+
+
 def _unreadable_key(state: Any) -> Any:
     """A key that could be written and not read: a tuple comes back as a list, which no map takes. None: there is none.
 
-    Reading the bytes again would tell, too, but takes six times as long, after every group."""
-    values = ()
-    if isinstance(state, Mapping):
-        for key in state:
-            if key is not None and not isinstance(key, str | bytes | int | float | np.generic):
-                return key
-        values = state.values()
-    elif isinstance(state, list | tuple):
+    Checked by types, since reading the bytes again takes longer: 6 ms for a map of 20,000 numbers, this 1."""
+    if isinstance(state, list | tuple):
         values = state
-    nested = (value for value in values if isinstance(value, Mapping | list | tuple))
-    return next((key for value in nested if (key := _unreadable_key(value)) is not None), None)
+    elif isinstance(state, Mapping):
+        if not _PLAIN.issuperset(map(type, state)):
+            for key in state:
+                if type(key) not in _PLAIN and not isinstance(key, np.generic):
+                    return key
+        values = state.values()
+    else:
+        return None
+    if _PLAIN.issuperset(map(type, values)):
+        return None
+    return next((key for value in values if (key := _unreadable_key(value)) is not None), None)
 
 
 def _yes_or_no(answer: Any) -> bool:
