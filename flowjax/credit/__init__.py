@@ -1,6 +1,6 @@
 """Credit: pure functions from a table of turns to one advantage per turn.
 
-This file imports no JAX: commands that only name or check estimators read it.
+This file imports no JAX, so that recipes and the checks of a launch can name estimators without it.
 """
 
 # Name -> path of the function. Your own estimator is named by such a path in the config.

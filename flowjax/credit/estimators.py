@@ -40,7 +40,7 @@ Estimator = Callable[..., Float[Array, "turns"]]
 
 
 class CreditError(ValueError):
-    """An estimator or an option that does not exist; the message names the nearest that does."""
+    """An estimator or an option that does not exist, does not fit or fails; the message names field and remedy."""
 
 
 @functools.cache
@@ -338,8 +338,8 @@ def rewardflow(
     the deviation of d within the group. In every state the mean of d is zero. With `rewards="score"`, d of a turn that
     changes nothing and is not its episode's last is -(1 - gamma) V(s), never above zero; with `rewards="reward"` it is
     r - (1 - gamma) V(s), above zero where going on costs more than standing still.
-    `flowjax.published.credit` has the published form, in which V is the best reward that any sibling reached;
-    `docs/credit/rewardflow.md` says why it is not used here.
+    `flowjax.published.credit` has the published form, in which V is the best discounted reward that any sibling
+    reached; `docs/credit/rewardflow.md` says why it is not used here.
 
     Args:
         table: the turns.
@@ -433,8 +433,7 @@ def gae(
     """A_t = d_t + gamma trace A_{t+1} across turns, the state graph as critic. GAE (arXiv 1506.02438), eq. 16.
 
     d is `step_credit`, and trace is GAE's lambda: 0 gives d itself, 1 the turn's discounted return less its state's
-    value.
-    `whitened` brings the result to zero mean and unit variance over the table.
+    value. `whitened` brings the result to zero mean and unit variance over the table.
     """
     errors = step_credit(table, gamma=gamma, rewards=rewards)
     advantage = discounted_sums(errors, table.successor, gamma * trace)

@@ -77,7 +77,8 @@ def build_table(
 
     Raises:
         TableError: a group without trajectories, a trajectory that is there twice or counts without turns, no turns at
-            all, a wrong number of scores, or what `table_from_columns` refuses.
+            all, a wrong number of scores, a state key that is no unsigned 64-bit number, or what `table_from_columns`
+            refuses.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     for index, group in enumerate(groups):

@@ -162,7 +162,7 @@ def policy_loss(
         proximal_logprobs: of the policy at the start of the step, for the decoupled objective.
         ratio_bounds: m2po: bounds from `m2po_bounds` over the whole optimiser batch; None finds them in these tokens.
         sequences: id of each token's sequence, below `sequence_count`; by default the row of a two-dimensional batch.
-        sequence_count: static bound on those ids; by default the number of tokens.
+        sequence_count: static bound on those ids; by default the number of tokens, of rows where these are the ids.
         trajectory_tokens: trajectory_mean_token_mean: sampled tokens of each token's whole trajectory.
     """
     sequences, sequence_count = _sequence_ids(logprobs, sequences, sequence_count)
@@ -255,7 +255,7 @@ def _gspo(tokens: _Tokens, options: LossOptions) -> Surrogate:
     sequences = _needed("gspo", tokens.sequences)
     mean = sequence_means(tokens.log_ratio, tokens.mask, sequences, tokens.sequence_count)
     # The difference comes first: it is exactly 0, but has a gradient. If the mean were added to a log-prob first, it
-    # would be rounded as the log-prob is: by about 1 % of a clip bound as narrow as GSPO's (3e-4).
+    # would be rounded as the log-prob is: for one of -20 by up to 0.6 % of a clip bound as narrow as GSPO's (3e-4).
     at_token = jax.lax.stop_gradient(mean) + (tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs))
     held = tokens._replace(log_ratio=jnp.minimum(at_token, 10.0))  # verl's bound, above only: exp(-large) is just 0
     return _clipped(held, options.clip_low, options.clip_high)
@@ -339,9 +339,9 @@ _OBJECTIVES: Mapping[Kind, Callable[[_Tokens, LossOptions], Surrogate]] = {
 def _mismatch_weights(
     tokens: _Tokens, options: LossOptions, behaviour_logprobs: Float[Array, "*tokens"], *, is_decoupled: bool
 ) -> Float[Array, "*tokens"]:
-    """Weights for tokens that were sampled from mu instead of pi_old. With a proximal policy they follow from
-    proximal / mu. Without one, the objective's ratio pi / mu corrects for that already (`reinforce` and `cross_entropy`
-    have no ratio, and no correction): only masks are allowed, which keep or drop tokens by pi / mu."""
+    """Weights that correct for the engine's mu, which sampled the tokens. With a proximal policy they are made of
+    proximal / mu. Without one, the objective's ratio pi / mu corrects already (`reinforce` and `cross_entropy` have no
+    ratio, so there nothing does), and only masks are allowed: they keep or drop tokens by pi / mu."""
     if options.correction == "none":
         return jnp.ones_like(tokens.logprobs)
     if not is_decoupled and options.needs_proximal:

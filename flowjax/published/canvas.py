@@ -136,8 +136,8 @@ class PublishedCanvas(Canvas):
 
 
 def operators_shown(workflow: Workflow) -> str:
-    """Text of a workflow's operators and structures alone, as the published score reads it: it would take the name of a
-    backend, or an id, for one of these."""
+    """Text of a workflow's operators and structures alone, for the published score: it would take the name of a backend
+    or an id for one of these."""
     return show(_operators_alone(workflow.root))
 
 
@@ -184,9 +184,9 @@ _PROSE = ("Step ", "To solve", "Because", "First,", "The solution")
 def hint(workflow: Workflow, run: WorkflowRun, problem: Problem, action: Action) -> str:
     """Hint of the published system on what the policy is to do next: a hand-written controller.
 
-    An answer that mentions an error counts as one. Left out are its rules for multiple choice, which is a kind of its
-    own here, and for confidences, which checks do not state. Edits other than `add` and `modify` are followed by what
-    it says of operators that neither plan, solve, check nor format.
+    A run whose answer mentions an error counts as failed. Left out are its rules for multiple choice, which is a kind
+    of its own here, and for confidences, which checks do not state. An edit other than `add` and `modify` counts as one
+    with an operator that does not plan, solve, check or format.
     """
     present = {call.operator for call in workflow.calls()}
     pieces = walk(action.piece) if isinstance(action, Add) else ()

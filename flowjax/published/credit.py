@@ -105,9 +105,10 @@ def rewardflow(
 ) -> Float[Array, "turns"]:
     """A = (x - mean) + w (d - mean of d over the turns that started in the same state), d = V(s') - V(s).
 
-    V(s) = max over s' of gamma^distance * reward(s'), the best that any sibling reached. So where other turns from a
-    state led to states from which nobody succeeded, a turn that stays gets a positive step part. The episode part is
-    `grpo` above without the deviation. The whole table is taken for one rollout that ended with its longest episode.
+    V(s) = max over s' of gamma^distance * reward(s'), the best that any sibling reached. A turn that stays has d = 0:
+    where most other turns from its state led to states from which nobody succeeded, it gets a positive step part.
+    The episode part is `grpo` above without the deviation. The whole table is taken for one rollout that ended with its
+    longest episode.
     `edge_direction="bidirectional"` is how edges may have been walked when the paper's numbers were made.
     """
     found = published_values(table, gamma=gamma, edge_direction=edge_direction)

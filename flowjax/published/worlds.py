@@ -51,7 +51,7 @@ class PublishedSokoban(_Published, Sokoban):
         return None if inside is None else next((name for name in (*DIRECTIONS, _STILL) if name in inside), None)
 
     def well_formed(self, reply: str) -> bool:
-        """True if the reply has both `<think>` and `</think>`, in these very letters, as RewardFlow asks."""
+        """True if the reply has both `<think>` and `</think>`, in lower case, as RewardFlow asks."""
         return "<think>" in reply and "</think>" in reply
 
 
