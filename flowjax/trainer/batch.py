@@ -30,7 +30,7 @@ def unusable_rows(rows: Sequence[TokenRow], *, row_tokens: int, vocabulary: int)
 
     Args:
         row_tokens: the longest row there is room for (config.trainer.row_tokens).
-        vocabulary: tokens of the model; a larger id has no logit, and its log-probability would mean nothing.
+        vocabulary: tokens of the model; an id from there on has no logit, and its log-probability would mean nothing.
     """
     reasons = ((row, _unusable(row, row_tokens, vocabulary)) for row in rows)
     return {row.trajectory_id: reason for row, reason in reasons if reason}
@@ -61,8 +61,8 @@ def _unusable(row: TokenRow, row_tokens: int, vocabulary: int) -> str:
 class MicroBatch:
     """The rows of one forward-backward pass, on the host until it is placed. Padding has segment 0, and mask False.
 
-    `tokens` are counted from the start of a row; `sampled` are slots for its sampled tokens alone, which are all that
-    have a loss. `places` are their indices in the row; a token is predicted from the place before it.
+    The axis "tokens" has all tokens of a row, the axis "sampled" a slot for each sampled one: only these have a loss.
+    `places` are their indices in the row; a token is predicted from the place before it.
     `sequences` number the sequences of the micro-batch from 0, for losses that average over a sequence first;
     `trajectory_tokens` count the sampled tokens of each token's whole trajectory, for losses that average over that.
     """

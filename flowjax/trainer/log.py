@@ -72,7 +72,7 @@ class StepLog:
         self._in_flight.append(result)
 
     def write(self, *, in_flight: int) -> None:
-        """Write lines of the oldest steps, waiting for their results, until at most `in_flight` steps have none."""
+        """Write lines of the oldest steps, waiting for their results, until at most `in_flight` steps lack theirs."""
         while len(self._in_flight) > in_flight:
             line = self._line_of(self._in_flight.popleft())
             if self._metrics is not None:
@@ -208,8 +208,8 @@ def episode_metrics(served: ServedBatch) -> dict[str, float]:
 
 
 def row_metrics(rows: Sequence[TokenRow], packed: Sequence[Sequence[MicroBatch]], *, version: int) -> dict[str, float]:
-    """Tokens of the rows, share of padding beside them, staleness of the trained tokens in versions, and the share of
-    these that was swapped (see `swapped`)."""
+    """Tokens of the rows, share of padding in the micro-batches' token slots, staleness of the trained tokens in
+    versions, and the share of these that was swapped (see `swapped`)."""
     found: dict[str, float] = {"row_tokens": sum(len(row.tokens) for row in rows)}
     if slots := sum(batch.tokens.size for part in packed for batch in part):
         filled = sum(int((batch.segments > 0).sum()) for part in packed for batch in part)

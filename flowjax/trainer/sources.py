@@ -58,7 +58,8 @@ class Source(Protocol):
         ...
 
     def committed(self, policy: str, version: int, mismatches: Mismatches) -> None:
-        """Called once the policy's `version` is committed on disk, with the mismatches found since the last call."""
+        """Called after the policy's `version` is committed on disk, with the mismatches found since the last call;
+        again for the same version where there are new ones."""
         ...
 
 
@@ -204,7 +205,8 @@ class Shared:
     def take(self, check: Callable[[], None]) -> ServedBatch:
         """The batch asked for. While it does not come, every process calls `check` each second, which may raise.
 
-        The wait could be for ever otherwise: a version whose save failed is never played, and so never has a batch.
+        Otherwise a save that failed would show only as a batch that does not come, when the source gives up: its
+        version is never played.
         """
         while True:
             served = self._ahead.take(_LOOK_S) if self._ahead is not None else None

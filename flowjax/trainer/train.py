@@ -84,7 +84,8 @@ def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
         scheduled: see `join`.
 
     Raises:
-        ConfigError, ModelError, CheckpointError: something does not fit; nothing was trained.
+        ConfigError, ModelError: something does not fit; nothing was trained.
+        CheckpointError: the newest checkpoint does not fit, or a version could not be saved.
         BatchError, DataflowError, SourceError: no batch came, or one that cannot be trained on.
     """
     # ---------------------------------------------------------------------------------------------------------- config
@@ -590,7 +591,7 @@ def _check_saves(learners: Mapping[str, Learner]) -> None:
 
 
 def _longest_micro_batch(learner: Learner) -> MicroBatch:
-    """A micro-batch of rows that hold one turn each, of the greatest length that the config allows."""
+    """A micro-batch of token rows of one turn each, of the greatest length that the config allows."""
     rollout, trainer = learner.run.config.rollout, learner.policy.trainer
     prompt, reply = rollout.max_prompt_tokens, rollout.max_new_tokens
     sampled = np.arange(prompt + reply) >= prompt
@@ -700,8 +701,8 @@ def _write_nothing() -> None:
 
 
 def _compares_apart(learner: Learner) -> bool:
-    """True if the comparison with the engine's log-probs may need a forward pass of its own: the pass that is
-    differentiated is under the newest weights, and with dropout."""
+    """True if the comparison with the engine's log-probs may need a forward pass of its own: tokens were sampled by
+    older weights than the differentiated pass has, or that pass has dropout."""
     may_lag = learner.run.config.dataflow.max_staleness > 0
     return learner.checkpoints is not None and (may_lag or learner.uses_dropout)
 
@@ -709,7 +710,7 @@ def _compares_apart(learner: Learner) -> bool:
 def _compared(
     learner: Learner, batch: MicroBatch, on_devices: MicroBatch, mesh: Mesh, *, ours: jax.Array | None
 ) -> list[Comparison]:
-    """Engine and trainer compared over one micro-batch, under each version in it.
+    """Engine and trainer compared over one micro-batch, under each version in it whose weights are in `recent`.
 
     Swapped tokens are left out: see `swapped`. `ours` are the micro-batch's log-probs under the weights that the step
     began with, if a pass has found them already. Nothing is waited for: the results stay on the devices.

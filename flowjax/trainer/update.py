@@ -6,7 +6,8 @@
     state, metrics = apply(optimizer, state, total)
 
 The arrays that a step reads or writes are a `PolicyState`; what is static, and has programs compiled for it, is an
-`Objective`. Each public function calls its compiled part, which stands right below it; neither checks its arguments.
+`Objective`. `logprobs_of`, `gradient_of` and `apply` call their compiled parts, each right below its caller; arguments
+are not checked.
 """
 
 from collections.abc import Sequence
@@ -215,7 +216,7 @@ def gradient_of(
     total: GradientSum | None = None,
 ) -> tuple[GradientSum, Float[Array, "rows sampled"]]:
     """The gradient of a micro-batch's summed loss, added to `total`, whose buffers are donated; and the log-probs of
-    its sampled tokens in this pass, which transcripts show beside those of the engine.
+    its sampled tokens in this pass, for the comparison with those of the engine.
 
     `dropout_seed`: numbers that determine the dropout of this pass; None is no dropout.
     """

@@ -41,8 +41,8 @@ from flowjax.trainer.sources import FixedSource
 from flowjax.trainer.train import train_one, use_compile_cache
 from flowjax.workflows.codec import Codec
 
-_ROOM = 1.1  # token slots for a batch of lessons, over its tokens at their mean length
-_ROWS_MULTIPLE = 8  # the number of packed rows, so that as many devices divide them
+_ROOM = 1.1  # token slots of a micro-batch, as a multiple of the tokens of a batch of lessons of mean length
+_ROWS_MULTIPLE = 8  # the number of packed rows is a multiple of it, so that 2, 4 or 8 devices divide them
 
 
 def have_base(run: Run, base: Base) -> None:
@@ -50,7 +50,7 @@ def have_base(run: Run, base: Base) -> None:
     it and the others wait.
 
     Raises:
-        ConfigError: `model.nano` names no shape, or another run has made it with another shape or warm start.
+        ConfigError: `model.nano` gives no shape, or another run has made it with another shape or warm start.
     """
     folder = Path(base.model.path)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def build_base(run: Run, base: Base) -> None:
     """Write a base model to its `model.path`; the folder appears only once it is complete.
 
     Raises:
-        ConfigError: `model.nano` names no shape.
+        ConfigError: `model.nano` gives no shape.
     """
     config, nano = run.config, base.model.nano
     if nano is None:
@@ -188,7 +188,7 @@ def _batches(
 
 
 def _lesson_rows(config: ConfigDict, base: Base, world: World, codec: Codec) -> list[TokenRow]:
-    """`warm_start.states` lessons, less those that are too long for the base's engine.
+    """`warm_start.states` lessons, or a batch if that is more, less those that are too long for the base's engine.
 
     Raises:
         ConfigError: fewer are left than fill a batch.
