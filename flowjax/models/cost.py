@@ -179,7 +179,7 @@ def _sparse_values(config: ModelConfig, part: _DevicePart, inner: int, outer: in
 
 
 def _gathered_bytes(config: ModelConfig, size: int, ways: int, tensor: int, expert: int) -> int:
-    """Bytes of one layer's maps, gathered over the axes that split the hidden size while in use."""
+    """Bytes of one layer's maps while in use: gathered over the axes that split the hidden size."""
     if ways == 1:
         return 0
     ffn = 3 * config.hidden_size * config.ffn_size if config.dense_layers else 0
@@ -199,8 +199,8 @@ def _turned_bytes(config: ModelConfig, size: int, shards: int, ways: int) -> int
 
 # ----------------------------------------------------------------------------------------------------------- operations
 
-# Dense bfloat16 FLOP/s of one device, from the makers' data sheets; the first name that the device's kind has in it
-# counts. A v5e calls itself "TPU v5 lite" and a v5p "TPU v5".
+# Dense bfloat16 FLOP/s of one device, from the makers' data sheets; the first name that stands in the device's kind as
+# whole words counts. A v5e calls itself "TPU v5 lite" and a v5p "TPU v5".
 PEAK_FLOPS = {
     "H200 NVL": 835e12,
     "H200": 989e12,

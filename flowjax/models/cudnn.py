@@ -56,7 +56,7 @@ def cudnn_attend(
 ) -> Float[Array, "rows tokens heads dim"]:
     """Attention within the segments of packed rows, by each one's start and length; padding gives zeros.
 
-    If a row of the batch has more than PACKED_SEGMENTS segments, flash attention is used, which is decided at run time.
+    If any row has more than PACKED_SEGMENTS segments, flash attention takes all rows, which is decided at run time.
     """
     if soft_cap is not None:
         raise ModelError("cuDNN's attention has no soft cap: set config.model.attention to 'xla'")

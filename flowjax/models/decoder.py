@@ -284,7 +284,7 @@ class Decoder(nnx.Module):
     def _keeps_experts(self) -> bool:
         """True if each layer reads its experts' matrices in the stack of all layers, which saves a copy of them.
 
-        That takes frozen matrices, of which each device holds its experts' whole.
+        The matrices must be frozen, and each device must hold those of its experts whole.
         """
         gathered = self.placement is not None and (
             self.placement.ways("experts") != self.placement.ways("act_experts")

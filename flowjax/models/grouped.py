@@ -71,7 +71,7 @@ def _grouped_forward(
 
 def _grouped_backward(on_hopper: bool, kept: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
     x, weights, starts, layer = kept
-    # Two products, so that XLA can drop the second: the gradient of frozen matrices is used by nobody.
+    # Two products: where the matrices are frozen, nothing uses their gradient `pairs`, and XLA drops it.
     pairs = _multiply_pairs(x, g, starts) if layer is None else None
     return _multiply(on_hopper, g, weights, starts, layer, transposed=True), pairs, None, None
 
@@ -170,7 +170,8 @@ def gpu_product(
     )
     return pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(columns, tile), blocks),  # programs of one block share its rows, of the next the expert's matrix
+        # The first axis runs fastest: consecutive programs share a block's rows, consecutive blocks a matrix.
+        grid=(pl.cdiv(columns, tile), blocks),
         out_shape=_like(x, (blocks, size, columns)),
         compiler_params=_warps(size),
         interpret=interpret,
@@ -341,7 +342,7 @@ def _hopper_product_kernel(hopper: Any, owner, used, x, weights, y, *, transpose
 
         @hopper.nd_loop((used[0] * tiles,), collective_axes="core")
         def _(place: Any) -> None:
-            # Neighbours share rows, and next ones the expert's matrix.
+            # Consecutive tiles share a block's rows, and consecutive blocks an expert's matrix.
             block, tile = jax.lax.div(place.index[0], tiles), jax.lax.rem(place.index[0], tiles)
             rows, across = pl.ds(block * size, size), pl.ds(tile * columns, columns)
             mine = pl.ds(warps * half, half)  # rows of this group of warps

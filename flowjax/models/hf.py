@@ -309,7 +309,7 @@ def save_int8(model: str | Path, folder: str | Path, *, largest_code: int = 127)
 
     Each output has a scale and is rounded as in `flowjax.models.quantize`; the engine rounds each token's inputs as it
     multiplies. Embedding, head, norms and biases stay. The folder appears once it is complete, and says in `int8.json`
-    what it was made from: a copy of the same model is left as it is, one of another model is replaced.
+    what it was made from: a copy of the same files and `largest_code` is left as it is, another copy is replaced.
 
     Args:
         largest_code: 63 for engines on CPUs. Those without VNNI add two products in 16 bits before they go on in 32;

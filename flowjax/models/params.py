@@ -82,7 +82,7 @@ def owners(name: str, config: ModelConfig) -> tuple[int, ...]:
 
 
 def stacked_experts(name: str, config: ModelConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Sizes and logical axes, for experts alone, that a linear map's arrays in one layer have before the matrix's."""
+    """Sizes and logical axes in front of a matrix's own, in one layer: the experts' for their maps, none for others."""
     return ((config.experts.count,), ("experts",)) if name in EXPERT and config.experts else ((), ())
 
 

@@ -130,7 +130,8 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Most tokens that an engine serves in one sequence: the positions, times the factor of their scaling."""
+        """Most tokens that an engine serves in one sequence: the positions, times their scaling's factor if they lack
+        it."""
         match self.rope_scaling:
             case LinearScaling(factor) if self.window_rope_theta is None:  # Gemma 3's positions have the factor in them
                 return int(self.max_positions * factor)
