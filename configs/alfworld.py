@@ -121,8 +121,8 @@ def _real_games(config: ConfigDict) -> None:
 # Folder into which alfworld-download writes the games. With an empty path, generated games would be played instead.
 DOWNLOADED = str(Path(os.environ.get("ALFWORLD_DATA", "~/.cache/alfworld")).expanduser())
 _BESIDE: dict[str, Any] = {"model": "Qwen/Qwen2.5-1.5B-Instruct", "steps": 150}
-# GiGPO's script and those beside it ask for 50 turns, but a game ends at 50 commands, and whatever the estimator, each
-# second one asks for the inventory: 25 turns are the agent's.
+# GiGPO's script and those beside it ask for 50 turns. But a game ends at 50 commands, and every second one asks for the
+# inventory, whatever the estimator: the agent has 25.
 _COMMON: dict[str, Any] = {"tasks": 16, "turns": 25, "prompt_tokens": 2048, "mini_batch_turns": 256}
 PUBLISHED = {
     "rewardflow": PublishedRun(

@@ -95,7 +95,7 @@ def _nano(config: ConfigDict) -> None:
 def _nano_append(config: ConfigDict) -> None:
     _nano(config)
     as_one_conversation(config)
-    episode_tokens = 256  # the first prompt, and seven turns: at most twenty words of a reply, seven of its answer
+    episode_tokens = 256  # the first prompt, and seven turns: a reply of at most twenty words, seven of an observation
     config.engine.max_model_tokens = config.trainer.row_tokens = episode_tokens
     config.rollout.max_prompt_tokens = episode_tokens - config.rollout.max_new_tokens
     config.trainer.micro_batch_rows = 32
@@ -132,7 +132,7 @@ def _nano_llm(config: ConfigDict) -> None:
     backend = {"kind": "run", "base": "executor", "structured": False, "prices": {"prompt": 1.0, "sampled": 4.0}}
     options = config.env.options
     options.backends, options.default_backend = ConfigDict({"executor": backend}), "executor"
-    options.expert = "instructing"  # the base tells kinds of exercises apart, but words its instructions wrongly
+    options.expert = "instructing"  # the base tells kinds of exercises apart, but gives them phrases that do not suit
     options.temperature = 0.7  # so that parallel branches differ
     options.max_new_tokens, options.retry_new_tokens = 128, 0
     options.step_s = 120.0  # all episodes of a batch ask the executor at the same time

@@ -215,7 +215,8 @@ class DataflowClient:
         """Up to `slots` episodes to play, and the seconds to wait before asking again.
 
         `playable` are the `worlds` (of tasks), `policies` and `kinds` of this worker; for a key left out, any. While
-        there are no episodes the answer is held back for `hold_s` seconds; None: for as long as the dataflow likes.
+        there are no episodes the answer is held back for up to `hold_s` seconds; None: for as long as the dataflow
+        likes.
         """
         said: dict[str, Any] = {"can": dict(playable)} if playable else {}
         said |= {} if hold_s is None else {"hold_s": hold_s}

@@ -95,7 +95,7 @@ class Evaluation:
     run: the evaluation's config and folder, in the form of a run.
     checkpoints: folders by policy; empty where a base model or an endpoint plays.
     played: description of the model or checkpoints that play, kept with the results.
-    trained_in: folder of the run whose checkpoints or base these are, if any.
+    trained_in: folder of the run that the command names or whose checkpoints play; None if there is none.
     models: base models that were fetched by their ids (`flowjax.run.write_models`).
     """
 

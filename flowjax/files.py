@@ -123,7 +123,7 @@ def replace_file(path: Path, text: str | bytes | Iterable[bytes], *, mode: int =
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        # A rest of a killed writer with the same process number is not written on, and its mode does not count.
+        # Left by a killed writer with the same process id: O_EXCL below makes a new file, with the mode given here.
         with contextlib.suppress(FileNotFoundError):
             beside.unlink()
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -154,5 +154,5 @@ def boot_id() -> str:
 
 
 def place(folder: Path) -> str:
-    """Text that identifies a folder and this start of its machine: other for copies of them, as on a cloned machine."""
+    """Text that identifies a folder and this start of its machine; a copy of them, as on a cloned machine, differs."""
     return f"{socket.gethostname()} {boot_id()} {folder.resolve()}"

@@ -210,7 +210,7 @@ def published_on_two_gpus(config: ConfigDict, world: str, run: PublishedRun) -> 
     config.env.max_turns = run.turns
     config.env.history = run.history
     config.rollout.group_size = run.copies
-    config.reward.components = ConfigDict({"env_return": 1.0})  # as the published estimators take it
+    config.reward.components = ConfigDict({"env_return": 1.0})  # what the published estimators read from the turns
     config.credit.name = f"published.{run.estimator}"
     config.credit.options = ConfigDict(dict(run.options))
     config.loss.options = ConfigDict({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token_mean"})

@@ -223,7 +223,7 @@ def _unpack_value(value: dict[str, Any]) -> Any:
     if "__array__" in value:
         if value["__array__"] not in _ARRAY_KINDS.values():
             raise WireError(f"array type {value['__array__']!r} is not one of {sorted(_ARRAY_KINDS.values())}")
-        # A view of the message's bytes, so that nothing is copied, and read-only for the same reason.
+        # A view of the message's bytes: nothing is copied, and the array is read-only as these are.
         return np.frombuffer(value["data"], dtype=value["__array__"]).reshape(value["shape"])
     if "__record__" in value:
         name = value.pop("__record__")

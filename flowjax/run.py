@@ -123,7 +123,7 @@ class Run:
 
     @property
     def is_node(self) -> bool:
-        """True of a machine that plays for the run of another one, where dataflow and trainer are."""
+        """True of a machine that plays for a run of another machine, which has the dataflow and the trainer."""
         return "dataflow" in self.config.elsewhere
 
     @property
@@ -133,8 +133,8 @@ class Run:
 
     @property
     def presence_s(self) -> float:
-        """Seconds between the heartbeats of a worker or node that has nothing else to report, and longest hold of its
-        requests. Workers wait for a dataflow that is away for the term of a lease, less this."""
+        """Seconds between the heartbeats of a worker or node that has nothing else to report: its requests for
+        episodes, versions or the run's end are held this long at most, and a worker reports its versions this often."""
         return min(max(self.config.dataflow.lease_s / 12, 1.0), 10.0)
 
     @property
@@ -356,7 +356,8 @@ def check_agents(run: Run) -> None:
     """Check that a policy or base model of the run speaks for each agent, and a trained one for at least one agent.
 
     Raises:
-        ConfigError: an agent's policy is none of the run's, or its base model is replaced by trained weights.
+        ConfigError: an agent's policy is none of the run's, its base model is replaced by trained weights, or only base
+            models speak, in a run that is no evaluation.
     """
     for agent, model in run.agents.items():
         if model not in (*run.policies, *run.bases):
