@@ -8,7 +8,7 @@ TOGETHER = {"greso": {}, "dynamic_sampling": {}, "replay": {"ratio": 0.5}}
 
 
 def get_config(arg: str = "nano") -> ConfigDict:
-    """`configs/math.py` with so few problems that they come up again: GRESO skips tasks that lately gave no signal,
+    """`configs/math.py` with few problems, which come up again: GRESO skips tasks that lately gave no signal,
     dynamic sampling drops groups without a signal, replay uses groups a second time.
 
     nano       2 CPU cores        python -m flowjax.launch --config=configs/math_efficient.py:nano

@@ -58,7 +58,7 @@ def _nano(config: ConfigDict) -> None:
     config.trainer.row_tokens = 34
     config.optimizer.schedule = "linear"  # to 0
     config.warm_start.env_options = ConfigDict({"hops": (1, 2)})
-    config.warm_start.tasks = 60_000  # so many names must be seen before the base copies names that it has never seen
+    config.warm_start.tasks = 60_000  # it takes that many names until the base copies names that it has never seen
     config.warm_start.states = 90_000
     config.warm_start.steps = 800
     config.warm_start.label_noise = 0.0

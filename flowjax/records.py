@@ -410,7 +410,7 @@ def check_outcomes(episode: Episode, needed: Mapping[str, Collection[str]], *, w
 
 
 def check_lease(episode: Episode, leased: Leased, *, where: str = "episode") -> None:
-    """Check an episode, whose fields are sound, against its lease.
+    """Check an episode, whose fields were checked already, against its lease.
 
     Raises:
         WireError: it is of another group, task or seed, or was played with another version than the lease names.

@@ -350,5 +350,5 @@ def executor_cost(
     per_tokens: PositiveNumber = float("inf"),
     per_cost: PositiveNumber = float("inf"),
 ) -> Outcome:
-    """Minus what the executor was asked for in an episode: calls, tokens and money, each in units of its option."""
+    """Minus the executor's calls, tokens and money of an episode, each in units of its option."""
     return -(executor_calls / per_calls + executor_tokens / per_tokens + executor_cost / per_cost)

@@ -59,7 +59,7 @@ class Base:
     engines: tuple[Engine, ...]
 
     def engine_names(self, count: int) -> list[str]:
-        """Names of so many engines of this base."""
+        """Names of `count` engines of this base."""
         stem = "engine" if self.name == BASE_NAME else f"engine-{self.name}"
         return [stem] if count == 1 else [f"{stem}-{index}" for index in range(count)]
 
@@ -113,12 +113,12 @@ class Run:
 
     @property
     def trains(self) -> bool:
-        """True where a part of the trainer is on this machine: others need not fit its mesh."""
+        """True where a part of the trainer is on this machine: other machines need not fit its mesh."""
         return "trainer" not in self.config.elsewhere and not self.is_evaluation
 
     @property
     def trained_remotely(self) -> bool:
-        """True where the run's launch leaves the trainer to other hosts, or to a program of one's own."""
+        """True where the run's launch leaves the trainer to other hosts, or to a program of the user's."""
         return "trainer" in self.config.elsewhere and not self.is_node
 
     @property

@@ -52,8 +52,8 @@ from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, on_signals
 from flowjax.run import resolve
 
 _OK, _FAILED, _USER_MISTAKE = 0, 1, 2
-_STOP_S = 60.0  # for a run to stop in its own order
-_FREE_S = 30.0  # for the launcher of a sweep that was killed to let go of its run
+_STOP_S = 60.0  # longest wait for a run that is stopping in order
+_FREE_S = 30.0  # longest wait for a launcher, left over from a sweep that was killed, to free its run
 _OF_TASKS = ("env.name", "env.options", "env.sources", "env.data_seed")  # fields that make tasks
 _FIELDS: dict[str, tuple[type, Any, str]] = {
     "RECIPE": (str, None, "a recipe such as 'configs/sokoban.py:nano'"),
@@ -70,7 +70,7 @@ _FIELDS: dict[str, tuple[type, Any, str]] = {
 class SweepRun:
     """A run of a sweep: its variant and seed, its folder and the launcher's arguments that begin it.
 
-    `changes` are those that resume it besides, of fields that may differ then and do: more steps, say.
+    `changes`: further arguments with which it is resumed, for fields that may differ then and do, such as more steps.
     """
 
     variant: str
@@ -134,7 +134,7 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    """Values of the file, with the defaults of what it leaves out."""
+    """Values of the file, with defaults for those that it leaves out."""
     spec = importlib.util.spec_from_file_location(f"flowjax_sweep_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(f"there is no sweep file {path}: give a Python file with RECIPE, SEEDS and VARIANTS")

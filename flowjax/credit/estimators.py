@@ -348,7 +348,7 @@ def rewardflow(
         rewards: the trajectory's score at its last turn, or the environment's reward of every turn.
         invalid_penalty: subtracted from d of a turn whose reply could not be read.
         episode_norm: scale of the episode part.
-        step_norm: scale of the step part; the mean of d is zero as it is.
+        step_norm: scale of the step part; "mean" is "none" here, since the mean of d is zero already.
     """
     found = state_values(table, gamma=gamma, rewards=rewards)
     credit = _differences(table, found, gamma) - invalid_penalty * ~table.valid

@@ -163,7 +163,7 @@ def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None 
 
 
 def table_rows(turns: int) -> int:
-    """Rows of the smallest table that holds so many turns."""
+    """Rows of the smallest padded table that holds this number of turns."""
     rows = SMALLEST_TABLE
     while rows < turns:
         rows *= TABLE_GROWTH

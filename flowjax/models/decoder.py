@@ -332,7 +332,7 @@ class Decoder(nnx.Module):
         return self.layers[name] if name in self.layers else getattr(self, name)
 
     def _base(self, name: str) -> Any:
-        """The parameter, held to its own layout: its gradient then has that layout too, whatever XLA would choose."""
+        """The parameter, constrained to its own layout, so that its gradient has that layout, too."""
         value = self.parameter(name).get_value()
         if isinstance(value, QuantizedMatrix):  # laid out when it was made, and without a gradient
             return value
@@ -377,7 +377,7 @@ def base_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, params.ParamS
 def make_placement(
     config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: ShardingRules | None = None
 ) -> Placement | None:
-    """The model's placement, by rules of one's own or the default ones; None without a mesh.
+    """The model's placement, by the given rules or the default ones; None without a mesh.
 
     Raises:
         ModelError: the mesh does not divide the model.

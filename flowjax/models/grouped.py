@@ -308,7 +308,7 @@ def _hopper_product_kernel(hopper: Any, owner, used, x, weights, y, *, transpose
     fetched = (columns, step) if transposed else (step, columns)
 
     def pipeline(multiply: Callable, around: Callable) -> Any:
-        """`multiply` for one step of the sum after the other, in `around`, which holds the sum."""
+        """Calls `multiply` for each step of the inner sum in turn, within `around`, which holds the sum."""
         return hopper.emit_pipeline_warp_specialized(
             multiply,
             grid=(x.shape[1] // step,),

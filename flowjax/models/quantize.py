@@ -77,7 +77,7 @@ def _forward(x: jax.Array, matrix: QuantizedMatrix) -> tuple[jax.Array, Quantize
 
 def _backward(matrix: QuantizedMatrix, gradient: jax.Array) -> tuple[jax.Array, Any]:
     """Only x has a gradient: the base is frozen."""
-    # JAX wants a gradient of every leaf: zeros of floats, and float0, its type of none, of integer codes.
+    # JAX wants a gradient for every leaf: zeros for floats, and for integer codes float0, its type of no gradient.
     nothing = jax.tree.map(
         lambda leaf: (
             jnp.zeros_like(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else np.zeros(leaf.shape, jax.dtypes.float0)

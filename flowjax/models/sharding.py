@@ -228,7 +228,7 @@ def make_mesh(
 
 
 def resolve_mesh(stated: Mapping[str, int], device_count: int) -> dict[str, int]:
-    """All mesh sizes in the order of MESH_AXES: 1 where nothing is stated, -1 replaced by what is left."""
+    """All mesh sizes in the order of MESH_AXES: 1 where nothing is stated, -1 replaced by the devices that are left."""
     sizes = {name: stated.get(name, 1) for name in MESH_AXES}
     words = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 1 or name in ("data", "fsdp"))
     if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):

@@ -454,7 +454,7 @@ class _Repair:
         return with_children(node, tuple(map(self.corrected_piece, children(node))))
 
     def bare(self, text: str) -> Action:
-        """Without an action's tag: one operator's name, a workflow's text, or a wish to finish."""
+        """The action of a reply without an action tag: one operator's name, a workflow's text, or a wish to finish."""
         folded = text.casefold()
         if folded.strip(_QUOTES) == "finish" or _FINISHING.search(folded.replace("’", "'")):
             self.note("finish_phrase")

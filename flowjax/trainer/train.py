@@ -85,7 +85,7 @@ def main(run_dir: Path, only: str = "", *, scheduled: bool = False) -> None:
 
     Raises:
         ConfigError, ModelError: something does not fit; nothing was trained.
-        CheckpointError: the newest checkpoint does not fit, or a version could not be saved.
+        CheckpointError: another trainer holds the checkpoints, none can be read, or a version could not be saved.
         BatchError, DataflowError, SourceError: no batch came, or one that cannot be trained on.
     """
     # ---------------------------------------------------------------------------------------------------------- config
@@ -316,7 +316,7 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
 
     Raises:
         ConfigError: an objective or optimiser that does not fit the model; an adapter was trained on another base.
-        CheckpointError: the newest checkpoint is of another shape.
+        CheckpointError: there are checkpoints, but none can be read, as where all have another shape.
     """
     if decoder.lora is None and policy.loss.kl_coefficient:
         raise ConfigError(
