@@ -18,8 +18,8 @@ def get_config(arg: str = "nano") -> ConfigDict:
     config = recipe_beside(__file__, "math_pair", arg)
     config.name = f"math-select-{arg.replace('_', '-')}"
     config.workflow = "flowjax.workflows.solve_select:play"
-    # Pairs of equally good answers score 1/2 whichever is chosen, so that the choice earned nothing. Where few pairs of
-    # a group differ, GRPO's division by its small deviation would weigh such choices more; Dr. GRPO does not divide.
+    # Pairs of equally good answers score 1/2 whichever is chosen: such a choice made no difference. Where few pairs of
+    # a group differ, GRPO's division by its small deviation would weigh these choices more; Dr. GRPO does not divide.
     selector = {"reward": {"components": {"partial_score": 1.0}}, "credit": {"name": "dr_grpo"}}
     config.policies = ConfigDict({"solver": {}, "selector": selector})
     config.agents = ConfigDict({"solver": "solver", "selector": "selector"})

@@ -162,7 +162,7 @@ def policy_loss(
         proximal_logprobs: of the policy at the start of the step, for the decoupled objective.
         ratio_bounds: m2po: bounds from `m2po_bounds` over the whole optimiser batch; None finds them in these tokens.
         sequences: id of each token's sequence, below `sequence_count`; by default the row of a two-dimensional batch.
-        sequence_count: static bound on those ids; by default the number of tokens, of rows where these are the ids.
+        sequence_count: static bound on those ids; by default the number of tokens, or of rows if ids are rows.
         trajectory_tokens: trajectory_mean_token_mean: sampled tokens of each token's whole trajectory.
     """
     sequences, sequence_count = _sequence_ids(logprobs, sequences, sequence_count)

@@ -710,7 +710,7 @@ def _compares_apart(learner: Learner) -> bool:
 def _compared(
     learner: Learner, batch: MicroBatch, on_devices: MicroBatch, mesh: Mesh, *, ours: jax.Array | None
 ) -> list[Comparison]:
-    """Engine and trainer compared over one micro-batch, under each version in it whose weights are in `recent`.
+    """Engine and trainer compared over one micro-batch, under each of its versions whose weights `recent` has.
 
     Swapped tokens are left out: see `swapped`. `ours` are the micro-batch's log-probs under the weights that the step
     began with, if a pass has found them already. Nothing is waited for: the results stay on the devices.
