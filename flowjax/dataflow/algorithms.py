@@ -84,10 +84,10 @@ class AlgorithmError(ValueError):
 class Algorithm:
     """Base class: one hook for each decision about data; an algorithm overrides the hooks that it needs.
 
-    Objects live in the dataflow's process and are asked from one thread. `state` and `restore` keep what they have
-    learned over a restart; it is written down together with the results that it came from. A restarted run decides as
-    if it had never stopped, as long as decisions depend on that state and the arguments alone: take chance from
-    `share_of`, not from a random generator.
+    Objects live in the dataflow's process and are asked from one thread, except for `trains`. What they have learned is
+    kept over a restart by `state` and `restore`, and written down together with the results that it came from. A
+    restarted run decides as if it had never stopped, as long as decisions depend on that state and the arguments alone:
+    take chance from `share_of`, not from a random generator.
     """
 
     least_group_size = 1  # smallest config.rollout.group_size that it works with
@@ -104,7 +104,7 @@ class Algorithm:
         """Note that `task` is played: all algorithms chose it, or too many in a row were refused."""
 
     def keep(self, result: Result) -> bool:
-        """After the rollout: True if the policy's trainer may have the group. Asked once about every complete group."""
+        """After the rollout: True if the trainer may have the group. Asked once per complete group that has rewards."""
         del result
         return True
 

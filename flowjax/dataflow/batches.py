@@ -149,7 +149,7 @@ class _Pace:
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """The groups that a batch is made of, and how many others were dropped as too old."""
+    """Groups of a batch, and the number of others (too old, or of a lost version) dropped in the call that made it."""
 
     groups: Sequence[Group]
     dropped: int
@@ -218,7 +218,7 @@ class Batches:
         return Assigned(groups, dropped)
 
     def _select(self, policy: str, step: int, ready: Sequence[PolicyGroup], used: Sequence[PolicyGroup]) -> Selection:
-        """The groups of the policy's batch `step`, as `select` has them; none while it waits for older ones."""
+        """As `select`, for the policy's batch `step`; no groups either while the batch waits for older ones."""
         state, now_s = self._policies[policy], self._clock()
         groups, bound = state.settings.trainer.groups_per_step, state.run.config.dataflow.max_staleness
         chosen, dropped = select(self._algorithms, ready, used, step=step, groups=groups, max_staleness=bound)

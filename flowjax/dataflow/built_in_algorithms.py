@@ -3,8 +3,8 @@
 Curricula play a task or pass over it, by how its earlier plays went. They keep the results of each policy apart, and
 play a task if it is useful to any of the policies that have played in it.
 
-Without an order of the config's a batch takes groups in the order of tasks. An order sorts only groups never trained
-on; groups that a replay before it in the chain has put in front stay there.
+If the config names no order, a batch takes groups in the order of tasks. An order sorts only groups never trained on;
+groups that a replay before it in the chain has put in front stay there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,8 @@ class SkipSolved(Algorithm):
     """Passes over tasks that are solved nearly always.
 
     Each task keeps a moving average s <- decay * s + (1 - decay) * share of rewards above `solved_above`, from 0, and
-    is played while s < threshold. AstraFlow's solved-task filter (arXiv 2605.15565), except for `solved_above`: it is 0
-    there, where rewards have no part for the format, which a wrong answer can earn.
+    is played while s < threshold. AstraFlow's solved-task filter (arXiv 2605.15565), except that `solved_above` is 0
+    there: its rewards have no component for the format, which a wrong answer can earn, too.
     """
 
     def __init__(self, *, seed: int, decay: float = 0.9, threshold: float = 0.95, solved_above: float = 0.5):

@@ -115,7 +115,7 @@ class Flow:
         found, most = self.workers.mismatches, self.run.config.dataflow.max_mismatch_kl
         if not mismatches:
             return {}
-        if self._compared.get(policy) != mismatches:  # a copy of the message before it counts once
+        if self._compared.get(policy) != mismatches:  # a second copy of the message changes nothing
             workers = self.ledger.workers_of(mismatches)
             found.add(policy, [(worker, *mismatches[name]) for name, worker in workers.items()])
             self._compared[policy] = mismatches

@@ -19,7 +19,7 @@ from flowjax.run import Run
 KINDS: frozenset[Kind] = frozenset({"train", "eval"})
 MOST_PASSED_OVER = 256  # tasks in a row that the data algorithms may refuse
 _LEAST_KEPT = 0.1  # lowest share of kept groups that is planned with: at most ten are opened for one that is missing
-_SPREAD = 1.0  # standard deviations that fewer groups than expected may be kept without a second round of opening
+_SPREAD = 1.0  # so many standard deviations fewer groups than expected may be kept before a batch lacks any
 _LOOK_S = 1.0  # from one call of `make_up_time` to the next
 _STALL_S = 3.0  # without a call: longer than the delay of a busy machine
 
@@ -54,10 +54,10 @@ class Leases:
     next batch are not usable.
 
     No policy waits for another: groups that a slower policy cannot use in time are dropped for it alone. But while all
-    policies are within a batch of each other, a group is opened only when all have room, or when one lacks a whole
-    batch: a group opened for one alone would be too old at the others' turn, and as many again would be opened for
-    these. Where one trainer trains them all in turns, a policy of which it still holds a batch also counts the groups
-    that will be opened for all at the others' turn.
+    policies are within a batch of each other, a group is opened only when all have room, or when one that has room has
+    less than a whole batch: a group opened for one alone would be too old at the others' turn, and as many again would
+    be opened for these. Where one trainer trains them all in turns, a policy of which it still holds a batch also
+    counts the groups that will be opened for all at the others' turn.
 
     A worker whose version is more than `max_staleness` behind the newest plays evaluations only, until it has caught
     up; one that is behind at all is given no group that was opened for a newer version. A worker that is much slower
@@ -165,7 +165,7 @@ class Leases:
         ahead = min(version + dataflow.max_staleness + 1, trainer.steps) - made
         groups = trainer.groups_per_step
         admitted = ahead * fresh_groups(groups, self._algorithms.fresh_share)
-        if made <= policy.serving and ahead > 0:  # the trainer waits: fresh groups fill in for too few to replay
+        if made <= policy.serving and ahead > 0:  # the trainer waits: fresh groups stand in for missing replays
             admitted = max(admitted, groups - self._count_replayed(policy.name, made, groups))
         if dataflow.max_ready_groups:
             admitted = min(admitted, policy.most_ready)
@@ -207,7 +207,7 @@ class Leases:
         return min(len(self._algorithms.serve([], used, groups)), groups)
 
     def _kept_of(self, policy: str, groups: int) -> float:
-        """Number of these groups that are nearly sure to be kept: the expected one less `_SPREAD` deviations."""
+        """Number of these groups that are relied on to be kept: the expected one less `_SPREAD` standard deviations."""
         share, known = self._ledger.keep_share(policy)
         share = max(share, _LEAST_KEPT)
         # Binomial variance p (1 - p) n of the number kept; times 1 + n / m, because p itself is measured over m groups.
@@ -266,8 +266,8 @@ class Groups:
 
     def make_up_time(self) -> None:
         """Move all deadlines later by the time in which no renewal could be taken, because this process stood still or
-        its disk was full: the workers were not silent then. Must be called every second: a longer pause between two
-        calls is itself taken for such a time."""
+        its disk was full: the workers were not silent then. Must be called every second: a pause of more than
+        `_STALL_S` between two calls is itself taken for such a time."""
         now_s = self._clock()
         if self._renewal_failed or now_s - self._hearing_s > _STALL_S:
             # Less the second between two calls: else no lease would ever run out where every call is late.

@@ -33,8 +33,8 @@ what a run may go back to, however long the run is.
 Every transition is one SQLite transaction: a process that dies within it leaves the state from before. The comment at
 each says what happens when a process dies right before or right after it. A power failure may lose the newest
 transitions, but none up to the last durable one: `claim`, `assign` and `commit` are on the disk before they are
-answered, so that every group that a checkpoint has consumed is known to be used. Anything else that is lost is played
-again.
+answered, so that every group that a checkpoint has consumed is known to be used. Anything else that is lost is done
+again: tasks are opened, episodes played, data algorithms asked.
 
 Times are those of the machine's monotonic clock, which does not move when the date is set. It runs on while the process
 restarts, and begins anew when the machine restarts (`boot`). Each time the ledger is opened, leases get a full term.
@@ -393,7 +393,8 @@ class Ledger:
         self._failed, self._min_group_size = failed, min_group_size
         self._lease_key = lease_key(self._db)
         self._set_clock(boot_id() if boot is None else boot)
-        # When each worker last asked for episodes of a kind, the latest last. In memory alone: see `_alone`.
+        # When each worker last asked for episodes of a kind, the latest last. In memory alone: after a restart the
+        # first worker that asks counts as alone, and may get back what it failed at.
         self._asked_s: dict[Kind, dict[str, float]] = {"train": {}, "eval": {}}
 
     def close(self) -> None:
@@ -446,7 +447,8 @@ class Ledger:
             seeds: one for each member.
             position: place of the task in the run's order.
             versions: versions that the episodes are pinned to, by policy (evaluations).
-            serving: version that each policy is served in now (training); 0 where it does not say.
+            serving: version of each policy that the group is opened for, which the asking worker plays with (training);
+                0 for policies that it does not name.
             forced: no data algorithm chose the task; such groups are counted.
             changes: changed rows of the algorithms' state, written in the same transaction.
         """
@@ -665,7 +667,7 @@ class Ledger:
 
         Returns:
             True and the groups that this completes; False and no groups if the episode changes nothing: it is a
-            duplicate, is no longer wanted, or its lease is not valid.
+            duplicate, is no longer wanted, its lease is not valid, or it failed under a lease that is over.
         """
         with Transaction(self._db):
             row = self._db.execute(
@@ -693,8 +695,9 @@ class Ledger:
     def _complete(self, group_ids: Iterable[str]) -> list[str]:
         """Complete those open groups whose episodes have all ended, and return them.
 
-        A policy's part of a group is dropped if the policy did nothing in it, or too many of its episodes failed. The
-        group of an evaluation becomes ready, or is dropped if no episode is in.
+        A policy's part of a group is dropped if the policy has no turn in it. A training group is dropped for all if
+        fewer than `min_group_size` of its episodes are in, or with `failed` "drop" if one is quarantined. The group of
+        an evaluation becomes ready, or is dropped if no episode is in.
         """
         complete = []
         for group_id in group_ids:
@@ -933,9 +936,12 @@ class Ledger:
             self.add_group(f"train-{position - 1:08d}", left_out, (), kind="train", position=position - 1, policies=())
 
     def _drop_lost(self, policy: str, newest: int) -> None:
-        """Drop the open groups in which a policy has played with a version beyond `newest`, from which its trainer goes
-        on: by the time they are complete, other weights may have that number. Groups that are complete already are
-        dropped by the next batch (`select`)."""
+        """Drop the open groups in which a policy has played with a version beyond `newest`: once they are complete,
+        other weights may have that number. The next batch drops those that are complete already (`select`).
+
+        `newest` is the version that the trainer goes on from; or the one after it, if the batch that leads there is
+        still written down: the trainer makes that one again from the same groups.
+        """
         rows = self._db.execute(
             "SELECT DISTINCT group_id FROM policy_groups JOIN episodes USING (group_id)"
             " WHERE policy = ? AND policy_groups.state = 'open' AND episodes.state = 'done'",
@@ -1205,7 +1211,7 @@ class Ledger:
 
     def unused(self, policy: str, oldest_version: int) -> tuple[int, int]:
         """Numbers of the policy's groups that are ready, and of those that may become ready, counting only groups
-        without tokens older than that version."""
+        without tokens older than that version; an open group counts by the version that it was opened for."""
         rows = self._db.execute(
             "SELECT state = 'ready' AS ready, COUNT(*) AS n FROM policy_groups WHERE policy = ?"
             " AND state IN ('open', 'complete', 'ready') AND oldest_version >= ? GROUP BY 1",
@@ -1215,7 +1221,7 @@ class Ledger:
         return counts.get(1, 0), counts.get(0, 0)
 
     def count_open(self, policy: str, oldest_version: int) -> int:
-        """Number of the policy's open groups that were opened when that version was served."""
+        """Number of the policy's open groups that were opened for that version."""
         open_groups = "SELECT COUNT(*) FROM policy_groups WHERE policy = ? AND state = 'open' AND oldest_version = ?"
         return self._db.execute(open_groups, (policy, oldest_version)).fetchone()[0]
 

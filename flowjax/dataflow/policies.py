@@ -23,7 +23,7 @@ class PolicyStatus:
     settings: Policy
     serving: int = -1  # newest version that the engines serve; -1 before version 0
     newest_served: int = -1  # newest version that they ever served; a trainer that went back may be below it
-    committed: int = -1  # newest version that its trainer has made
+    committed: int = -1  # newest version that its trainer has committed; lower again once the trainer went back
     is_waiting: bool = False  # there was no batch when its trainer last asked
     went_back: bool = False  # its trainer went on from a version below `newest_served`
     _found: int = field(init=False)  # newest checkpoint when this process started
@@ -223,7 +223,7 @@ class RolloutWorkers:
     def __init__(self, *, max_staleness: int, clock: Callable[[], float]):
         self._max_staleness, self._clock = max_staleness, clock
         self._seen: dict[str, _Seen] = {}  # in the order in which they were last heard of
-        self._evicted: dict[str, str] = {}  # with why
+        self._evicted: dict[str, str] = {}  # the reason, by worker
         self.mismatches = Mismatches()
 
     def report(self, worker: str, policy: str, version: int, held: Collection[int] | None = None) -> bool:

@@ -6,11 +6,12 @@
     GET  /metrics    -> the same for Prometheus
     GET  /health     -> ok, without a token
 
-A message that is refused changes nothing and is answered with {error}. 400: a field is wrong. 401: it has neither the
-run's token (where there is one) nor the key of an invited node. 403: its worker was sent away, or a node may not send
-it. 409: another trainer has replaced its sender. 410: it is meant for another run. 413: it is too large. All but those
-refused for the key or the run's id are counted (`refused` of /status). 429: there is no room for it yet: send it again,
-however long that lasts. 503: its body came too slowly. A connection whose header is not in after a while is closed.
+A message that is refused is answered with {error}, and has changed nothing. 400: a field is wrong. 401: it has neither
+the run's token (where there is one) nor the key of an invited node. 403: its worker was sent away, or a node may not
+send it. 409: another trainer has replaced its sender. 410: it is meant for another run. 413: it is too large. 503: its
+body came too slowly. These are counted (`refused` of /status) unless the key or the run's id is the reason. 429: there
+is no room for it yet, except for its episodes of evaluations: send it again, however long that lasts. A connection
+whose header is not in after a while is closed.
 """
 
 import asyncio
@@ -332,7 +333,7 @@ class Server:
             message = _of_sender(await _decoded(body, limit), node)
             return await self._service.answer(name, message, hold_s=HOLD_S)
         async with self._handling:
-            # The last place is taken now, so that others may wait for one: not as long as answers are held back.
+            # This message took the last place: others may wait for it, so that its answer is held back only briefly.
             hold_s = _BRIEFLY_S if self._handling.locked() else HOLD_S
             message = _of_sender(await _decoded(body, limit), node)
             return await self._service.answer(name, message, hold_s=hold_s)

@@ -56,7 +56,7 @@ _FAILING_S = 10.0  # of failures of the disk alone, after which the dataflow rep
 # would report it: then this one ends, too, and the launcher starts it again once the run's folder can be written.
 _UNWRITABLE_S = 30.0
 _PASSED_OVER = 3  # workers of one standing for which there was nothing, before the others of it are passed over
-_LOOKED_AT = 64  # waiting workers that are looked at each time
+_LOOKED_AT = 64  # waiting workers of a queue that are looked at each time
 _CREDIT_HELD_S = 20.0  # longest that an answer waits for the rows of a batch; a trainer that asks again waits on
 _LATEST_S = 0.02  # longest that a batch which is waited for goes unnoticed
 
@@ -66,7 +66,7 @@ class _Crediting:
     """Credit of a batch under way: made once, however often the batch is asked for meanwhile."""
 
     group_ids: Sequence[str]
-    dropped: int  # groups that were dropped as too old for this batch
+    dropped: int  # see `Assigned`
     task: asyncio.Task[CreditedBatch | Uncreditable]
 
 

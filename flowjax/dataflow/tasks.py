@@ -48,7 +48,7 @@ def task_at(tasks: grain.MapDataset[Task], index: int) -> Task:
 
 def content_of(task: Task) -> str:
     """Content of a task, whatever its name: equal for two draws of one task by a world that generates them, and for
-    two rows of a file whose `content` is the same."""
+    two rows of a file whose `content` is the same. A task without a payload has only its id."""
     if not task.payload:
         return task.task_id
     content = task.payload.get("content", task.payload)
