@@ -358,7 +358,7 @@ class EngineClient:
             raise EngineError(f"the engine cannot load {name} from {path}: {_reason(answer)}{self._see_log()}")
 
     async def unload_adapter(self, name: str) -> None:
-        """Have the engine forget an adapter; requests that are running on it end with it.
+        """Have the engine take no more requests for an adapter; those under way go on to their end with it.
 
         Raises:
             EngineError: the engine is away or refuses.

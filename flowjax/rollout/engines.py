@@ -217,9 +217,9 @@ def share_calls(members: Sequence[Member], member: Member, tokens: int, took_s: 
 def choose(key: str, members: Sequence[Member]) -> Member:
     """Rendezvous hashing with bounded loads: of the engines, in the key's own order, the first that has room.
 
-    Room is below max(8 * share, ceil(1.25 * (calls + 1) * share / all shares)), so one of them always has some. The
-    order follows from key and address alone: an engine that goes or comes moves the keys that it is the first for, no
-    others (Thaler and Ravishankar, 1998; Mirrokni, Thorup and Zadimoghaddam, 2018).
+    An engine has room while its calls are fewer than max(8 * share, ceil(1.25 * (calls + 1) * share / all shares)), so
+    one of them always has. The order follows from key and address alone: an engine that goes or comes moves the keys
+    that it is the first for, no others (Thaler and Ravishankar, 1998; Mirrokni, Thorup and Zadimoghaddam, 2018).
     """
     if len(members) == 1:
         return members[0]

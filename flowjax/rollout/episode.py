@@ -92,7 +92,7 @@ class EpisodePlayer:
         config, kind = run.config, find_world(run.config.env.name)
         worlds = {source: kind(**task_options(config, source)) for source in config.env.sources or ("",)}
         bounds = Bounds.of_run(run, vocabulary_sizes(run) if backend is None else {})
-        if backend is not None:  # config.rollout's bounds are in tokens of the bases, which it does not have
+        if backend is not None:  # config.rollout's bounds are in tokens of the bases: an endpoint has others
             bounds = replace(bounds, prompt_tokens=sys.maxsize, new_tokens=sys.maxsize)
         needed = {name: required_outcomes(policy.reward.components.to_dict()) for name, policy in run.policies.items()}
         return cls(bases, pool, worlds, load_workflow(config.workflow), run.agents, config, bounds, needed, backend)

@@ -306,7 +306,7 @@ class RolloutService:
         if finished := _one_message(self._finished[kind], self._message_bytes):
             await self._dataflow.push(finished)
             del self._finished[kind][: len(finished)]
-        # As many as share a reason, which a message has one of. In the evaluations' loop, which never waits for room.
+        # The first ones that share a reason: a message has only one. By evaluations' loop, which never waits for room.
         unplayed = list(itertools.takewhile(lambda item: item[1] == self._unplayed[0][1], self._unplayed))
         if unplayed and kind == "eval":
             await self._dataflow.give_back([lease_id for lease_id, _ in unplayed], unplayed[0][1])
