@@ -267,7 +267,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def _start_ledger_anew(run: Run, console: RunConsole) -> None:
-    """Make a new ledger that opens no task again: it begins behind all that the old one or other files tell of."""
+    """Make a new ledger, whose tasks begin after all that the old ledger or other files know to have been opened."""
     from flowjax.dataflow.ledger import start_anew
     from flowjax.weights.publish import committed_steps
 

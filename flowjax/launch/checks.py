@@ -206,7 +206,7 @@ def _cut(run: Run, policy: Policy) -> Iterator[str]:
 
     The engine's log-probs are of the renormalised distribution that is left, the trainer's of the whole vocabulary. The
     importance ratio begins at the kept probability mass instead of 1, so that a clip at 0.8 would take the gradient
-    from tokens whose probability no update has changed yet.
+    from tokens of negative advantage whose probability no update has changed yet.
     """
     correction = policy.loss.options.get("correction", "none")
     if run.is_evaluation or (correction != "none" and not str(correction).endswith("mask")):

@@ -184,7 +184,7 @@ def _executors(run: Run) -> Iterator[str]:
                 )
             if (why := unprepared(Path(base.model.path))) and base.model.nano is None:
                 obstacles.append(in_base(name, why))
-        obstacles += () if "rollout" in config.elsewhere else world.obstacles()  # whoever plays may reach more
+        obstacles += () if "rollout" in config.elsewhere else world.obstacles()  # others play, and may reach more
     if obstacles:
         raise NotReady("\n".join(_named(obstacles)))
 
