@@ -213,7 +213,7 @@ async def until_done(run: Run, console: Console) -> None:
                 return
             if problem:
                 # This process may have been stopped meanwhile (Ctrl-Z, a suspended machine), which is no silence of the
-                # run. So a request counts for its timeout at most, and for half of the patience: one is never enough.
+                # run. So one request counts for no longer than its timeout, nor for more than half of the patience.
                 took_s = time.monotonic() - asked_s
                 silent_s += min(took_s, _ANSWER_WITHIN_S + run.presence_s, patience_s / 2) + _LOOK_EVERY_S
             if silent_s > patience_s:

@@ -30,7 +30,7 @@ LOOPBACK = "127.0.0.1"  # where engines listen
 _LOCK_FILE = "launch.lock"
 _LOCKED_S = 1.0  # a lock held for longer is a supervisor's: `check_unused` holds it for an instant only
 _SLACK_BYTES = 64 * 1024**2  # logs, metrics, ledger
-_ANOTHER = {"run": "--name", "evaluation": "--out", "sweep": "NAME"}  # by which a new one gets another folder
+_ANOTHER = {"run": "--name", "evaluation": "--out", "sweep": "NAME"}  # argument that gives a new one another folder
 _BLACKWELL = 10.0  # compute capability of the oldest GPUs without vLLM's int8 products
 
 
@@ -39,7 +39,7 @@ class RunInUse(Exception):
 
 
 def check_model(base: Base) -> list[str]:
-    """Problems with the base model's folder, where it is neither whole nor can be built or fetched."""
+    """Problems with the base model's folder, unless it is whole, or can be built or fetched."""
     if not base.model.path:
         return ["config.model.path is empty: give the folder of a Hugging Face model"]
     folder, nano = Path(base.model.path), base.model.nano
