@@ -25,7 +25,8 @@ class SkipSolved(Algorithm):
 
     Each task keeps a moving average s <- decay * s + (1 - decay) * share of rewards above `solved_above`, from 0, and
     is played while s < threshold. AstraFlow's solved-task filter (arXiv 2605.15565), except that `solved_above` is 0
-    there: its rewards have no component for the format, which a wrong answer can earn, too.
+    there: its rewards have no component for the format, which a wrong answer can earn, too. With the default options a
+    task that is solved each time is passed over after 29 groups; s changes only by playing, so it does not come back.
     """
 
     def __init__(self, *, seed: int, decay: float = 0.9, threshold: float = 0.95, solved_above: float = 0.5):

@@ -84,7 +84,8 @@ class Leases:
         """Up to `slots` episodes that the worker can play; none when nothing is admissible now.
 
         Evaluation gets its share of the worker's slots first, then training the rest; what either leaves idle is the
-        other's. An evaluation is pinned to its versions: a worker that says that it lacks one is given none of it.
+        other's. An evaluation is pinned to its versions: a worker that says that it lacks one is given none of it, as
+        long as another worker may have that version.
         """
         if any(policy.serving < 0 for policy in self._policies.values()) or not playable.policies_fit(self._played):
             return []

@@ -1176,7 +1176,7 @@ class Ledger:
         return [PolicyGroup(*row) for row in rows]
 
     def gone_back(self) -> dict[str, int]:
-        """For each policy whose trainer has gone back to an earlier version: the newest version there ever was."""
+        """For each policy whose trainer went back and has not come as far again: the newest version there ever was."""
         rows = self._db.execute("SELECT policy, most FROM trainers WHERE most > made")
         return {row["policy"]: row["most"] for row in rows}
 
