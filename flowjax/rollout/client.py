@@ -149,7 +149,10 @@ def read_event(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of an engine: requests running and waiting, requests preempted, share of its key-value cache in use."""
+    """Load of an engine: requests running and waiting, requests preempted, share of its key-value cache in use.
+
+    vLLM preempts a request when the cache is full: it loses its keys and values, and all its tokens are computed again.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -300,7 +303,7 @@ class EngineClient:
 
         Raises:
             UnknownModel: the engine does not serve `model`.
-            EngineAway: the engine was away for longer than `request_timeout_s`.
+            EngineAway: the engine was away for longer than `request_timeout_s`, or at all if this is not `patient`.
             EngineError: the engine refuses the request.
         """
         del group
