@@ -106,7 +106,8 @@ class AlfworldEnv:
         return self._observe(said)
 
     def step(self, action: str) -> Step:
-        """Obey a legal action. An illegal one changes nothing, unlike in the game itself, which would count a move."""
+        """Obey a legal action. An illegal one changes nothing: `help`, and any command once the game is won, which the
+        engine would obey, are illegal here."""
         goal = self.loaded.goal
         valid = not self._won and action != NOT_OFFERED and action in self._play.commands
         said, reward = NOTHING_HAPPENS, 0.0

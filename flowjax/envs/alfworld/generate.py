@@ -1,4 +1,7 @@
-"""Generated games on alfworld's floor plans: only the places of objects are ours, the rest is as in the real data."""
+"""Generated games on alfworld's floor plans: we draw which objects there are, and where; the rest is as in real games.
+
+Drawn, too, are the places of the few receptacles that a floor plan gives no position for.
+"""
 
 import functools
 import importlib
@@ -23,7 +26,7 @@ from flowjax.envs import NotReady, WorldError
 DATA_VARIABLE = "ALFWORLD_DATA"
 GRID_M = 0.25  # metres per step of the agent
 LAMPS = ("DeskLamp", "FloorLamp")
-LAMP_STANDS = {  # receptacle classes for lamps, which alfworld's tables of what holds what do not have
+LAMP_STANDS = {  # classes of receptacles that lamps stand on: alfworld's tables of what holds what have no lamps
     "DeskLamp": ("Desk", "SideTable", "Dresser", "Shelf", "CoffeeTable", "DiningTable"),
     "FloorLamp": ("SideTable", "ArmChair", "Sofa", "CoffeeTable", "Desk", "Dresser"),
 }
@@ -37,7 +40,7 @@ def package(name: str) -> ModuleType:
     """A module of alfworld, or one that imports it or textworld.
 
     On import, alfworld sets ALFWORLD_DATA and makes that folder. Where the user has not set the variable, it names the
-    temporary folder during the import, and is then removed again.
+    system's temporary folder during the import, and is unset again afterwards.
 
     Raises:
         NotReady: it is not installed.
@@ -185,7 +188,7 @@ MANGLE = (("-", "_minus_"), ("|", "_bar_"), ("+", "_plus_"), (".", "_dot_"), (",
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A game as a few parameters. `target` is the class of the receptacle to fill, or of the lamp; `seed` places the
-    objects. `clutter` is the share of the room's object classes that are in the game.
+    objects. `clutter` is the share of the room's other object classes that are in the game.
     """
 
     scene: int
@@ -279,7 +282,7 @@ def _identity(rng: np.random.Generator, kind: str, place: Place, used: set[str])
 
 
 def mangle(text: str) -> str:
-    """An identity as a PDDL name, which has no such signs."""
+    """An identity as a name in PDDL, as alfworld writes it: words for the signs of `MANGLE`."""
     for character, word in MANGLE:
         text = text.replace(character, word)
     return text

@@ -42,7 +42,7 @@ def translate(domain: str, problem: str) -> Translation:
     """Translate a game's PDDL. The planner's translator overwrites `sys.argv`, which is restored here."""
     arguments = sys.argv
     try:
-        pddl2sas: Any = fast_downward.pddl2sas  # Any: annotated wrongly, as two strings
+        pddl2sas: Any = fast_downward.pddl2sas  # Any: annotated wrongly, as one string
         task, sas = pddl2sas(domain, problem)
     finally:
         sys.argv = arguments

@@ -49,7 +49,7 @@ WORLD = "alfworld"
 TASKS = 1 << 31  # length of the source of generated tasks; slice it
 HELD_OUT_ONE_IN = 8  # tasks in the training rooms, by content
 GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
-UNUSABLE = ("movable", "Sliced")  # parts of folder names: tasks that the text world cannot play
+UNUSABLE = ("movable", "Sliced")  # parts of folder names: tasks that alfworld's text world leaves out
 GENERATED = "generated"
 FOLDER = "json_2.1.1"
 GET_DATA = (
@@ -82,7 +82,7 @@ class AlfworldOptions:
     held_out     "unseen": held-out games play in rooms that no training game has; "seen": in the same rooms
     task_types   kinds of tasks, drawn in turn (generated) or kept (data)
     scenes       floor plans to generate on; None: all
-    clutter      share of a room's classes of objects that lie about in generated games
+    clutter      share of a room's classes of objects, besides the task's, that generated games have
     games_kept   loaded games that a process keeps, some 2 to 5 MB each
     cache        folder where processes leave each other the planner's translations, some 1 MB a game; None: nowhere
     """
