@@ -108,7 +108,7 @@ def encyclopedia(documents: int, seed: int) -> Encyclopedia:
     """The encyclopedia of `documents` things, the same for the same seed.
 
     Raises:
-        WorldError: `documents` is too small, or larger than the number of names.
+        WorldError: `documents` is too small, or more than there are names for (`syllables_for`).
     """
     if documents < MIN_DOCUMENTS:
         raise WorldError(f"env.options documents={documents}: questions need at least {MIN_DOCUMENTS}")
@@ -148,7 +148,7 @@ class Questions(Sequence[Question]):
     """Every question of a split whose chain visits no thing twice, in a random order by the data seed.
 
     Raises:
-        WorldError: there are more than `MAX_WALKS`.
+        WorldError: there are more than `MAX_WALKS` chains, those that visit a thing twice included.
     """
 
     def __init__(self, book: Encyclopedia, split: Split, data_seed: int, hops: Sequence[int]):

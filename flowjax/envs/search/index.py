@@ -32,7 +32,7 @@ _BLOCK = 1024  # passages encoded at once
 ADDED_AT_ONCE = 16_384  # vectors in memory while an index is compressed
 SAMPLED = 16  # of these blocks, or up to twice as many, spread over all passages, train its cells and codes
 _TIED = 16  # further passages asked of faiss, so that ties at the end can be ordered by row
-_DIGESTED = 1000  # passages in a digest, spread over all of them
+_DIGESTED = 1000  # passages in a digest, or up to twice as many, spread over all of them
 MAX_TOKENS = 256  # of a passage that a folder's encoder reads
 _ENCODED_AT_ONCE = 64
 
@@ -331,7 +331,7 @@ def load_encoder(name: str) -> Encoder:
     prefixes where the folder's name contains `e5`.
 
     Raises:
-        WorldError: there is no such folder or function.
+        WorldError: there is no such folder or function, or torch or transformers, which a folder needs, is missing.
     """
     if Path(name).is_dir():
         return _FolderEncoder(name)

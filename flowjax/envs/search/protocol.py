@@ -89,8 +89,8 @@ def read_action(action: str, legal: Sequence[str]) -> tuple[str, str] | None:
 
 
 def parse_tags(reply: str, legal: Sequence[str]) -> str | None:
-    """The action of a reply that holds exactly one pair of exactly one of the legal tags, behind its reasoning: there
-    tags may be weighed."""
+    """The action of a reply that has, after its reasoning, exactly one pair of tags, of a legal verb. Tags inside the
+    reasoning do not count: it may discuss them."""
     verbs = {template.split("[")[0] for template in legal}
     reply = without_thoughts(reply)
     tags = [(match[1], match[2].lower(), match) for match in _TAG.finditer(reply) if match[2].lower() in verbs]
@@ -125,7 +125,7 @@ def parse_as_published(reply: str, legal: Sequence[str]) -> str | None:
 
 def shown(documents: Sequence[Document], limit_characters: int) -> tuple[tuple[str, str], ...]:
     """Address and contents of each document as an agent may see them, with a space for each tag inside."""
-    # Nothing in its place would make a tag of what stands around it: `<sea<search>rch>`.
+    # A space, since the text on both sides of a tag could join to another tag: `<sea<search>rch>`.
     return tuple(
         (_SHOWN_TAGS.sub(" ", one.url), _SHOWN_TAGS.sub(" ", one.contents)[:limit_characters]) for one in documents
     )
@@ -214,7 +214,7 @@ def search_request(wire: Wire, query: str, count: int) -> tuple[str, dict[str, A
 
 
 def read_found(wire: Wire, answer: Any) -> list[Document]:
-    """The passages of an answer; anything else raises what it happens to."""
+    """The passages of an answer. For one of another form, whichever error reading it raises; `_ask` catches it."""
     if wire != "search":  # with scores around them or without
         return [_passage(item.get("document", item)) for item in answer["result"][0]]
     found = (answer["results"]["passages"] or [[]])[0]  # a list for each query; some give none where nothing is found
@@ -223,7 +223,7 @@ def read_found(wire: Wire, answer: Any) -> list[Document]:
 
 
 def read_page(url: str, answer: Any) -> Document | None:
-    """The page of an answer, None where there is none; anything else raises what it happens to."""
+    """The page of an answer, None where there is none. Errors as `read_found`."""
     page = answer["result"][0]
     if page is None:
         return None
@@ -231,7 +231,7 @@ def read_page(url: str, answer: Any) -> Document | None:
 
 
 def _passage(fields: Mapping[str, Any]) -> Document:
-    """A passage; of a server that gives no ids it is named by its contents."""
+    """A passage; where the server gives no id, a hash of the contents is its id."""
     found = document(fields, -1)
     return found if fields.get("id") is not None else replace(found, id=f"{state_key(found.contents):016x}")
 

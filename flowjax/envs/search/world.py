@@ -166,7 +166,7 @@ class Search(World):
         return SearchEnv(self.options, self.options.open_retriever())
 
     def obstacles(self) -> Iterator[str]:
-        """Retrieval servers that give no passages, or that lack a document of the generated encyclopedia."""
+        """Retrieval servers that give no passages, or none of the generated encyclopedia."""
         if not self.options.servers:
             return
         documents, seed = self.options.documents, self.options.corpus_seed
@@ -175,7 +175,7 @@ class Search(World):
         for url, found in self.options.remote().ask_each(wanted, self.options.topk):
             if isinstance(found, str):
                 yield f"env.options retriever: {url} gives no passages ({found}): start one there, or name another"
-            elif book and not any(_is_of(book, passage) for passage in found):  # whichever its encoder ranks first
+            elif book and not any(_is_of(book, passage) for passage in found):  # a dense index may rank others first
                 served = f"--documents={documents} --corpus_seed={seed}"
                 yield (
                     f"env.options retriever: {url} does not find {wanted!r}, or any document of documents={documents} "
@@ -260,10 +260,10 @@ class Search(World):
     def expert(self, env: "SearchEnv") -> str:
         """Search for each document that leads to the answer, by its name, then answer.
 
-        It goes by the latest result alone, and starts over where that is beside the way, so that an agent that sees no
-        more than the question and the latest result can do the same. Where a question comes without its chain of
-        documents, it searches for the question itself and gives the gold answer. Some it answers too early
-        (`early_share`).
+        It uses the latest result alone, and begins again with the first document where that result has none of the
+        chain: an agent that sees only the question and the latest result can imitate it. Where a question comes without
+        its chain of documents, it searches for the question itself and gives the gold answer. It answers some questions
+        too early (`early_share`).
         """
         question = env.question
         way = question.chain[:-1] or (question.text,)
