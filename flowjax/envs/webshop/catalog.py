@@ -114,7 +114,7 @@ class Product:
         return next((name for name, values in reversed(list(self.options.items())) if value in values), None)
 
     def price(self, data_seed: int) -> float:
-        """The product's price; in a range, a hash of this product and seed, so independent of other products."""
+        """The product's price; of a range, the number between its ends that a hash of ASIN and data seed gives."""
         if len(self.prices) == 1:
             return self.prices[0]
         digest = blake2b(f"{data_seed} {self.asin}".encode(), digest_size=8).digest()

@@ -1,6 +1,6 @@
 """Goals of a catalog, and WebShop's score of a purchase, in [0, 1] (Yao et al. 2022, arXiv 2207.01206, section 3).
 
-Price limits and order of the goals depend on the data seed; their split depends on their words alone.
+Price limits and order of the goals depend on the data seed; their split depends on their words (or place) alone.
 """
 
 import functools

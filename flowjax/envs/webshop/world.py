@@ -178,9 +178,9 @@ class WebShop(World):
         return tuple(found)
 
     def expert(self, env: "WebShopEnv") -> str:
-        """The next action of a scripted shopper. It opens results in order, leaves products that do not fit, and buys
-        the first that does, which may be another one as good as the goal's. For some goals it buys the first product
-        that it opens (`hasty_share`)."""
+        """The next action of a scripted shopper. It opens results of the wanted kind in order, leaves those that do not
+        fit, and buys the first that does, which may be another one as good as the goal's. For some goals it buys the
+        first product that it opens (`hasty_share`)."""
         hasty = state_key("hasty", env.goal.instruction) % 1000 < 1000 * self.options.hasty_share
         return _best_action(env.catalog, env.goal, env.state, env.opened, hasty)
 
@@ -343,9 +343,8 @@ class WebShopEnv:
 
 @lru_cache(maxsize=1 << 14)
 def _query(catalog: Catalog, goal: Goal) -> tuple[str, int]:
-    """The first of a few queries that shows the goal's product on the first page, else the one that ranks it best; and
-    the page that shows it, 0 if none does. Queries in the goal's own words come first: an imitating policy knows only
-    these."""
+    """The query, of a few, that shows the goal's product on the earliest page; and that page, 0 if none shows it. The
+    first of equals counts, and queries in the goal's own words come first: an imitating policy knows only these."""
     number = catalog.by_asin[goal.asin]
     product = catalog.products[number]
     asked = without_price(goal.instruction)
@@ -418,8 +417,8 @@ def _best_action(catalog: Catalog, goal: Goal, state: State, opened: Set[int], h
 
 
 def _next_product(catalog: Catalog, goal: Goal, state: State, opened: Set[int]) -> str:
-    """The next click from a results page: to the page of the goal's product, there on each product before it that may
-    fit as well, once, and then on it."""
+    """The next click on a results page. First towards the page with the goal's product (back to search if no page has
+    it); there, on each product before it that is of its kind and not yet opened; then on it."""
     hits = catalog.search(state.query)
     number = catalog.by_asin[goal.asin]
     if number not in hits:
