@@ -43,7 +43,7 @@ class CodeProblem:
 
 
 def problem_of(fields: Mapping[str, Any], *, public_tests: int = 1) -> CodeProblem:
-    """A problem from one line of a file. `public_tests` of MBPP's asserts are shown; other formats mark theirs.
+    """A problem from one line of a file. `public_tests` of MBPP's asserts are shown; other formats mark theirs, if any.
 
     Raises:
         WorldError: the line is in none of the formats, or has no test that counts.
@@ -110,7 +110,7 @@ def _mbpp(fields: Mapping[str, Any], public_tests: int) -> CodeProblem:
     tests = [*fields["test_list"], *(fields.get("challenge_test_list") or ())]
     defined = _functions(fields.get("code") or "")
     called = calls_of("\n".join(tests))
-    # Asserts also call helpers, such as set(f(x)): the entry is a function of the solution, or else no builtin.
+    # Asserts also call helpers, such as set(f(x)): the entry is what the solution defines, else what is not builtin.
     candidates = [name for name in called if name in defined] or [n for n in called if not hasattr(builtins, n)]
     if not candidates:
         raise ValueError("no assert in test_list calls a function")
@@ -421,7 +421,7 @@ def _any(rng: np.random.Generator, kinds: Sequence[str], most_steps: int) -> Rec
 
 
 def generated_problem(recipe: Recipe, seed: int, *, cases: int, public: int) -> CodeProblem:
-    """The problem and its tests: inputs random by the task's seed, then probes, then more random ones."""
+    """The problem and its tests: inputs drawn by the task's seed, then probes in a drawn order, then more inputs."""
     rng = np.random.default_rng(seed)
     drawn = [_input(rng, recipe.kind) for _ in range(cases // 2)]
     drawn += [PROBES[recipe.kind][i] for i in rng.permutation(len(PROBES[recipe.kind]))]

@@ -2,7 +2,7 @@
 
 One task is one problem; an action is a whole program. With `attempts` above 1 the agent sees its program's results on
 the public tests and may hand in another one. All tests are judged in the sandbox (`flowjax.grading.code`); hidden tests
-are never shown, and their expected results stay outside the sandbox, where the program cannot read them.
+are never shown, and their expected results stay outside the program's sandbox, where it cannot read them.
 """
 
 import ast
@@ -130,7 +130,7 @@ class PublicTests:
 
     @property
     def wrong(self) -> bool:
-        """True if it failed a test by a wrong result; False if by errors or limits only."""
+        """True if a call returned a wrong result; False if it failed by errors or limits only, or by wrong output."""
         return any(remark.startswith("returned ") for _, remark in self.failed)
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """Problems with their answers: generated arithmetic, and files in the formats of published data sets.
 
-A problem's split is a hash of its words. Formats of files are recognised by their fields:
+A problem's split is a hash of its words; a folder has a file for each split. Formats are recognised by their fields:
 
     GSM8K        question, answer (its last line is "#### 18")
     MATH         problem, solution (its last box is the answer); in MATH-500 also answer

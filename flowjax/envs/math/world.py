@@ -126,7 +126,7 @@ class Math(World):
         return "\n\n".join([*parts, _instruction(observation)])
 
     def compact(self, observation: Observation, history: History) -> str:
-        """The problem and the results so far, spelled; other traces of earlier turns are not shown."""
+        """The problem and the results so far, spelled; turns without a result are not shown."""
         return _spelled("\n".join([observation.view.question, *observation.view.results]))
 
     def follow_up(self, observation: Observation, style: Style) -> list[Message]:
@@ -340,7 +340,7 @@ def _verdict(function: str, answer: str, gold: str) -> bool:
         return _processes(function).call(answer, gold, GRADING_CPU_S)
     except NoProcessorError as busy:  # not the answer's fault: the task is played again
         raise EnvDied(f"grading: {busy}", "executor_error") from busy
-    except (GraderError, ImportError):  # without math-verify only numbers are right answers, and they need none
+    except (GraderError, ImportError):  # without math-verify only numbers, which do not need it, are right answers
         return False
 
 
