@@ -175,8 +175,8 @@ def _one(choices: Sequence[str], rng: np.random.Generator) -> str:
 
 # ------------------------------------------------------------------------------------- a teacher of nano executors
 # Nano executors are taught on requests that operators really make about training exercises. The teacher has habits, as
-# people do: with the usual instruction it mostly answers at once, which a small model can rarely do, and now and then
-# carelessly; a phrase, or a plan, has it write down the steps that the phrase names, whether they suit or not.
+# people do: with the usual instruction it mostly answers at once, which a small model can rarely do, and often wrongly
+# (`CARELESS`); a phrase, or a plan, has it write down the steps that the phrase names, whether they suit or not.
 
 # Usual habits: how often the teacher writes down steps for an operator's own instruction.
 USUAL = {"Custom": 0.1, "AnswerGenerate": 0.4, "Verify": 0.6, "Review": 0.5, "Programmer": 0.2}

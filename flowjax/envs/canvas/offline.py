@@ -39,8 +39,8 @@ DECOMPOSED = {"arithmetic": 0.05, "words": 0.20, "list": 0.15, "program": 0.05}
 GOOD_PLAN = 0.85  # chance that a plan is good
 MISLED = -0.10  # added by a poor plan
 ANCHORED = 0.75  # a solver that sees an answer and no feedback keeps it this often
-MENDED = 0.65  # a wrong answer is right after a revision by true feedback
-TALKED_OUT = 0.40  # a right one is wrong after a revision by false feedback
+MENDED = 0.65  # a wrong answer is right after a revision with feedback, whatever it says
+TALKED_OUT = 0.40  # likewise, a right one is wrong after it
 DETECTED: Mapping[str, float] = {"Review": 0.60, "Verify": 0.85}  # wrong answers that a check finds
 FALSE_ALARM: Mapping[str, float] = {"Review": 0.20, "Verify": 0.10}
 VOTED = 0.55  # a vote falls on the right candidate where there is one
@@ -74,7 +74,7 @@ class SimulatedSolver:
     """Answers what operators ask about exercises. Equal seeds and requests have equal answers.
 
     `skill` is added to the chance of every attempt and of finding a mistake, as of a larger model, which can have its
-    own `prices`. `reasoning_tokens` are counted, and paid for, before each solution that is not asked for as `brief`.
+    own `prices`. `reasoning_tokens` are counted, and paid for, with each reply that `_Asked.reasons` names.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class _Asked:
 
     @property
     def reasons(self) -> bool:
-        """False for verdicts, votes, subproblems and requests to be `brief`."""
+        """True for replies with `reasoning_tokens`: all but verdicts, votes, subproblems and requests to be `brief`."""
         return not self._schema and self._phrase != "brief"
 
     def reply(self) -> str:
@@ -219,7 +219,7 @@ class _Asked:
         return right[0] if right and self._happens(VOTED, "vote") else letters[self._pick(len(letters), "letter")]
 
     def _plurality(self) -> str:
-        """The answer of most candidates; on a tie the right one half of the time."""
+        """The answer of most candidates; on a tie the right one half of the time, else a random one of the tied."""
         candidates = [_bare(text) for text in json.loads(self._given.get("candidates", "[]"))]
         if not candidates:
             return self._attempt()

@@ -109,7 +109,7 @@ def load(
         source: data set of rows that name none; not needed if the file is named after its data set.
         public_tests: data set -> JSONL file of rows with task_id and test, which are shown.
         keep_unanswerable: keep questions whose gold says that there is no answer; otherwise they are left out.
-        packages: folders that programs may import from; rows whose tests need another package are left out.
+        packages: folders that programs may import from; rows of DS-1000 that need another package are left out.
 
     Raises:
         WorldError: a file cannot be read, or a row is no problem.
