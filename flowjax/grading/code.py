@@ -484,7 +484,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
                 continue
             yield language, "\n".join(lines).strip("\r\n")
             fence = ""
-            # The fence that ends this block may begin the next one in the same line, where that was forgotten to end.
+            # A fence with a language (```python) ends a block whose own end is missing, and begins the next one.
             start = end if _NEXT_BLOCK.match(line, end) else len(line) - len(line[end:].lstrip("`"))
         for begun in _FENCE.finditer(line, start):
             if begun[2] is not None:

@@ -190,7 +190,7 @@ def run(
 class Box:
     """A program that runs in the sandbox, and its streams. A context manager; leaving it kills whatever is left.
 
-    Unread output is capped at the limit. While a caller waits for the program, its time and memory are measured at
+    More unread output than the limit ends the program. While a caller waits for it, its time and memory are measured at
     least every `WATCH_S`.
     """
 
@@ -250,7 +250,7 @@ class Box:
 
     @property
     def status(self) -> Status | None:
-        """The limit that the program broke, None so far."""
+        """The limit that the program has broken, None before it breaks one."""
         return self._ending
 
     def read_line(self) -> bytes | None:

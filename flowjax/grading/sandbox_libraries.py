@@ -49,7 +49,7 @@ def from_parts(name, parts):
 
 
 def is_part(value):
-    """True for a value without an object of the other side: by its class, and in a tuple by those of its parts."""
+    """True for a value that is no object of the other side: its class, or in a tuple those of all parts, are data's."""
     kind = type(value)
     if kind is tuple:
         return all(map(is_part, value))

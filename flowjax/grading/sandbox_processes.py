@@ -81,7 +81,7 @@ class Limits:
         """The limits that the kernel enforces, by their names in `resource`."""
         return {
             "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_CPU": max(1, round(self.cpu_s + 0.499)) + 1,  # whole seconds, rounded up: a second line of defence
+            "RLIMIT_CPU": max(1, round(self.cpu_s + 0.499)) + 1,  # rounded up, and one more: if the watch fails
             "RLIMIT_FSIZE": self.file_bytes,
             "RLIMIT_NOFILE": self.open_files,
             "RLIMIT_NPROC": self.processes,
@@ -121,7 +121,7 @@ def bubblewrap_command(
     drop_root: bool,
     packages: Sequence[str] = (),
 ) -> list[str]:
-    """The command that starts a box: bwrap runs sh, that setpriv, that prlimit, that python.
+    """The command that starts a box: bwrap runs sh, that setpriv (with `drop_root`), that prlimit, that python.
 
     With `drop_root` (we are root) mounts are made as root and the program gets a uid of its own; without, bubblewrap
     makes a user namespace.

@@ -145,7 +145,8 @@ class _Clock:
     Time in which this process waits for a processor counts as neither, nor does the time between `pause` and `go_on`,
     in which it waits for the other box. `child` is the process whose time is measured, None for this one.
 
-    Two timers: ITIMER_PROF rings once the processor time is used up; ITIMER_REAL looks at the time asleep every 0.1 s.
+    Two timers: ITIMER_PROF rings once this process has used its processor time up; ITIMER_REAL looks every 0.1 s at the
+    time asleep, and of a child at its processor time, too.
     """
 
     def __init__(self, seconds, child=None):

@@ -121,7 +121,7 @@ class WorkingFolder:
 
 
 def follow_patches(peer):
-    """Apply patches of `unittest.mock` that tests make in libraries in the program's box as well."""
+    """Apply in the program's box, too, what tests patch in libraries with `unittest.mock`."""
     from unittest import mock
 
     enter, leave = mock._patch.__enter__, mock._patch.__exit__
@@ -158,7 +158,7 @@ def _place(target):
     return None
 
 
-# Names that mean libraries in tests, which may count on the program's imports.
+# Names that mean libraries in tests. Tests may rely on the program's imports of these.
 LIBRARY_NAMES = {
     *sys.stdlib_module_names,
     "np",
@@ -177,7 +177,7 @@ _LOOKS_UP = ("LOAD_NAME", "LOAD_GLOBAL")
 
 
 def looked_up(code):
-    """Names that tests look up and do not bind themselves: they can only be the program's."""
+    """Names that tests look up and do not bind themselves: the program's, where they are not builtins."""
     import dis
 
     bound = {step.argval for step in dis.get_instructions(code) if step.opname in _BINDS}

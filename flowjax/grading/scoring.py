@@ -1,8 +1,8 @@
 """The score of an answer, by the kind of its problem, as the canvas world grades.
 
     with Scorer() as scorer:
-        scorer.score("2*sqrt(2)", r"\\boxed{2\\sqrt{2}}", "math")          # Verdict(correct=True, score=1.0)
-        scorer.score("New York", ["New York City", "NYC"], "qa")          # Verdict(correct=False, score=0.8)
+        scorer.score("2*sqrt(2)", r"\\boxed{2\\sqrt{2}}", "math")          # Score(correct=True, score=1.0)
+        scorer.score("New York", ["New York City", "NYC"], "qa")          # Score(correct=False, score=0.8)
         scorer.score(program, Suite(cases, "f"), "code")                  # hidden tests, in the sandbox
 
 Only a stated answer counts: the last box, answer tag or `Answer:` line, the words after the last "the answer is", or
