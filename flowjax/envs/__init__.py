@@ -380,7 +380,7 @@ def _world_problems(world: type[World]) -> typing.Iterator[str]:
         yield f"its View is {world.View!r}: make it a frozen dataclass, or leave it out for views that are text"
 
 
-@functools.cache  # made once for a type, since it runs at every step
+@functools.cache  # made once for a type, since every step asks for it
 def view_reader(kind: Any) -> Callable[[Any], Any]:
     """Decoder of a view, or of a value in one, by annotated type: msgpack makes lists of dataclasses and tuples."""
     if dataclasses.is_dataclass(kind):
@@ -429,7 +429,7 @@ def check_split(split: str) -> None:
 
 def tagged_action(reply: str, legal: tuple[str, ...]) -> str | None:
     """The legal action that a reply names, in any case: inside its last `<action>` tags, or the whole reply if it has
-    no tags. None where it names none, or several legal actions differ from it only in case."""
+    no tags. None where it names none, or where several legal actions equal it but for case and none exactly."""
     text = between_tags(without_thoughts(reply), "action")
     if text is None:
         return None

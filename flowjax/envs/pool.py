@@ -36,7 +36,7 @@ from flowjax.envs.worker import (
 )
 from flowjax.records import Status, Task
 
-MAX_LOSSES = 3  # workers that one call may lose in a row, or one slot while they start
+MAX_LOSSES = 3  # a call that has lost so many workers fails; a slot whose workers fail to start so often is down
 START_AGAIN_S = 2.0  # pause after the machine had no memory or process for a worker
 
 
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class _WorkerLost(Exception):
-    """The worker is gone through another session's fault: replay on a new one and go on."""
+    """The worker is gone, and not by this session's fault: replay on a new one and go on."""
 
 
 @dataclass

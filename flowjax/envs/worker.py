@@ -34,7 +34,7 @@ from flowjax.records import Task
 LENGTH = struct.Struct("<I")
 BUSY, DEADLINE_NS = 0, 1  # indices of 64-bit integers in the shared page
 STARTING, IDLE = -1, 0  # values of BUSY that are no session
-FLUSH_AFTER_S = 0.001  # replies wait this long to be sent together
+FLUSH_AFTER_S = 0.001  # replies gathered for longer are sent; looked at after each request
 PR_SET_PDEATHSIG = 1
 WAITING_THREADS = 256  # most environments of `STEPS_WAIT` worlds that work at the same time
 
