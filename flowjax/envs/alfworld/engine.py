@@ -57,7 +57,7 @@ def _code(expression: str) -> CodeType:
 
 
 def predicates(template: str) -> set[str] | None:
-    """Predicates that a template's text depends on; None where that is unknown, since it uses rules of the grammar."""
+    """Predicates that a template's text depends on; None where it uses rules of the grammar, or nests conditions."""
     found: set[str] = set()
     for symbol in symbols(template):
         if isinstance(symbol, textgen.ListSymbol):

@@ -1,8 +1,8 @@
-"""Actions of the search world: as tags of the two published protocols, and in few words for nano models. Then what
-retrieval servers are asked and answer, and the retriever that asks them.
+"""Actions of the search world: as tags of the two published protocols, and in few words for nano models. Then requests
+to retrieval servers, their answers, and the retriever that sends the requests.
 
-An action is `search[<words>]`, `answer[<text>]` or, in ASearcher's protocol with page access, `access[<url>]`. Which
-protocol is spoken shows in the templates among the legal actions.
+An action is `search[<words>]`, `answer[<text>]` or, in ASearcher's protocol with page access, `access[<url>]`. The
+templates among the legal actions tell which protocol is in use.
 
 Compact words are a small fixed vocabulary: names of the generated encyclopedia are cut into their syllables, relations
 stay, everything else is left out. Of an encyclopedia of any size, a word is one of 48 syllables, 15 relations or a few
@@ -202,7 +202,7 @@ Found = TypeVar("Found")
 
 
 class RetrievalError(RuntimeError):
-    """No passages can be had; it costs the episode."""
+    """No server gives passages. It ends the episode."""
 
 
 def search_request(wire: Wire, query: str, count: int) -> tuple[str, dict[str, Any]]:
@@ -237,10 +237,10 @@ def _passage(fields: Mapping[str, Any]) -> Document:
 
 
 class RemoteRetriever:
-    """One of several retrieval servers, another one after a failure.
+    """Asks one of several retrieval servers, and the next one after a failure.
 
-    Requests are tried again, by turns, until `timeout_s` has passed since the first; then `RetrievalError` is raised,
-    and at once where every server has called the request wrong or answered what cannot be read.
+    A request is tried until `timeout_s` has passed since its first try; then `RetrievalError` is raised. It is raised
+    at once if every server has refused the request, or given an answer that cannot be read.
     """
 
     def __init__(self, urls: Sequence[str], *, wire: Wire, timeout_s: float, choose: str = ""):
@@ -280,8 +280,8 @@ class RemoteRetriever:
                 break
             server = self._servers[self._turn % count]
             try:
-                # One that is silent leaves half of the time to those whose turn it is still in this round. A share for
-                # each of them would be too short for many sound servers that are slow.
+                # A silent server takes half of the time that is left; the rest is for those that follow in this round.
+                # An equal share for each would be too short for slow servers, where there are many.
                 return self._ask(server, path, body, read, left_s / min(2, count - attempt % count))
             except RetrievalError as error:
                 problem = str(error)
@@ -351,7 +351,7 @@ class RemoteRetriever:
 
 
 class _InTime(socket.socket):
-    """A socket read until one moment: a time-out bounds a single piece, and heads and answers come in many."""
+    """A socket with one deadline for a whole answer: a time-out bounds one read, and an answer takes many."""
 
     until = 0.0
 

@@ -303,7 +303,7 @@ def _tagged(action: str) -> str:
 
 
 def _news(view: SearchView) -> SearchView:
-    """The result of an action: nothing but a notice where there was none."""
+    """The result of a turn: only the notice where its reply named no action."""
     return SearchView(view.question, None, True) if view.unreadable else view
 
 
