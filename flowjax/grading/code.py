@@ -203,7 +203,7 @@ class _Session:
 
     def job(self, mode: str, **more: Any) -> bytes:
         entry, preamble = self.suite.entry, self.suite.preamble
-        if not entry or parse_quietly(preamble) is None:  # a broken preamble is no fault of the program: left out
+        if not entry or parse_quietly(preamble) is None:  # left out if broken: no fault of the program
             preamble = ""
         fields = {"mode": mode, "preamble": preamble, "program": self.program, "entry": entry}
         data = marshal.dumps({**fields, "case_cpu_s": self.case_cpu_s, **more}, 2)

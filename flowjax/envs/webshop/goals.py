@@ -28,7 +28,7 @@ _FILLER_WORDS = "i am looking for need find me want to buy a an the with and pri
 _FILLER = frozenset(_FILLER_WORDS.split())
 _WORD = re.compile(r"[^\s,;:()\[\]]+")
 
-# A colour is compared by the first of these words that it contains.
+# A colour is compared by the first of these words, in this order, that it contains: "white black" by black.
 _COLOR_WORDS = """
 alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy
 camel camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral
@@ -213,7 +213,7 @@ def check_requirements() -> None:
 
 
 def normal_color(value: str) -> str:
-    """The first known colour that a value names, or else the value."""
+    """The first of `COLORS`, in their order, that a value contains, be it inside a word; or else the value."""
     return next((color for color in COLORS if color in value), value)
 
 
