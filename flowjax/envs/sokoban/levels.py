@@ -28,7 +28,7 @@ MASKS = (  # cells that the walker clears around itself, as (row, column) offset
 STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 MAX_STATES = 300_000  # explored while pulling; then the best level so far is used
 MAX_ATTEMPTS = 20_000
-MAX_HARD = 30  # levels too hard for the expert, about ten seconds each, before the options are refused
+MAX_HARD = 30  # levels too hard for the expert, 5 to 10 s each, before the options are refused
 HELD_OUT_ONE_IN = 8  # rooms, by content
 
 
@@ -207,7 +207,7 @@ def last_steps(rng: np.random.Generator, room: Room, position: Position, probabi
 # ------------------------------------------------------------------------------------------------------------ solutions
 
 MAX_POSITIONS = 200_000  # of a room that is solved for all positions at once; about ten MB
-MAX_EXPANDED = 200_000  # positions of A*, about ten seconds
+MAX_EXPANDED = 200_000  # positions of A*, 5 to 10 s
 FAR = 1 << 20  # bound of a position in which some box cannot reach a target
 
 
