@@ -31,7 +31,7 @@ from flowjax.grading.sandbox_libraries import check_data
 JUDGE_LIMITS = Limits(cpu_s=8.0, idle_s=5.0, wall_guard_s=120.0, processes=8)
 CASE_CPU_S = 3.0
 TALK_BYTES = 64 << 20  # longest message between tests and program
-NAMES_BYTES = 1 << 20  # longest list of a program's names: read here, JSON takes 25 times its length
+NAMES_BYTES = 1 << 20  # longest list of a program's names: to read it as JSON takes 25 times its length in memory, here
 STRAY_LINES = 100  # that a program may write before an answer; lines that are no answers are skipped
 _QUESTION = b'peer ["do"'
 NOT_RUN = "not reached"

@@ -1,6 +1,6 @@
 """Untrusted programs in a sandbox: bubblewrap where there is one; always resource limits, a wall clock, output caps.
 
-    result = run("print(6 * 7)")        # Result(stdout=b"42\\n", status="ok", ...)
+    result = run("print(6 * 7)")        # ProgramResult(stdout=b"42\\n", status="ok", ...)
 
 A program chooses freely what it prints and how it ends: neither proves that it is right. Verdicts are in
 `flowjax.grading.code`, which compares outside the sandbox. What the sandbox keeps out, and what not: docs/sandbox.md.

@@ -43,7 +43,7 @@ MENDED = 0.65  # a wrong answer is right after a revision with feedback, whateve
 TALKED_OUT = 0.40  # likewise, a right one is wrong after it
 DETECTED: Mapping[str, float] = {"Review": 0.60, "Verify": 0.85}  # wrong answers that a check finds
 FALSE_ALARM: Mapping[str, float] = {"Review": 0.20, "Verify": 0.10}
-VOTED = 0.55  # a vote falls on the right candidate where there is one
+VOTED = 0.55  # chance that a vote finds the right candidate where there is one; otherwise it picks at random
 # Added to the chance of an attempt by an instruction that suits its kind, by another one, and by `brief`.
 SUITS = {"stepwise": "words", "exact": "arithmetic", "sorted": "list", "tested": "program"}
 SUITED, UNSUITED, BRIEF = 0.20, -0.05, -0.15

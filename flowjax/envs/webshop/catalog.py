@@ -235,7 +235,7 @@ def generate(products: int, seed: int) -> dict[str, Any]:
         wanted = sorted(rng.sample(attributes, rng.choice((1, 2))))
         sentence = _sentence(rng, wanted, kind)
         instructions[asin] = {"attributes": attributes, "instruction": sentence, "instruction_attributes": wanted}
-        if rng.random() < 0.2:  # as in the real files, most products have no instruction
+        if rng.random() < 0.2:  # some products have no instruction; in the real files most have none
             instructions[asin] = {"attributes": attributes, "instruction": None, "instruction_attributes": []}
         if rng.random() < 0.5:
             human[asin] = [_human(rng, item, attributes, kind, worker) for worker in range(rng.choice((1, 2)))]
