@@ -110,7 +110,6 @@ class Peer:
         self._random = None
         self._files = WorkingFolder() if files else None
         self._depth = 0
-        self.pauses = 0.0  # seconds spent on waiting for the other side
 
     # Talk
 

@@ -94,6 +94,18 @@ def test_solutions_in_every_format_pass_and_others_fail(files: dict[str, str], k
     assert seen or (kind == "livecodebench" and len(rows) == 24)
 
 
+@pytest.mark.parametrize(
+    ("shown", "public"), [("assert True", 0), ("assert f(1) == 2", 1), ("assert f(1) == 2\nassert f(4) == 5", 2)]
+)
+def test_of_mbpp_only_the_asserts_in_the_statement_are_public(shown: str, public: int):
+    """A text counted as one case, whatever was in it: an agent was told a hidden one, or not told one that it saw."""
+    rows = {"text": "Add one.", "code": "def f(x):\n    return x + 1", "test_list": [shown, "assert f(2) == 3"]}
+    problem = problem_of(rows, public_tests=1)
+    assert problem.statement.endswith(f"For example:\n{shown}")
+    assert (problem.public, len(problem.suite.cases)) == (public, public + 1)
+    assert problem_of(rows, public_tests=0).statement.endswith("must be called f.")
+
+
 def test_live_code_bench_tests_are_read(files: dict[str, str]):
     rows = [json.loads(line) for line in Path(files["livecodebench"]).read_text().splitlines()]
     for number, row in enumerate(rows):

@@ -116,11 +116,11 @@ def _mbpp(fields: Mapping[str, Any], public_tests: int) -> CodeProblem:
         raise ValueError("no assert in test_list calls a function")
     entry = candidates[0]
     setup = "\n".join([*(fields.get("test_imports") or ()), fields.get("test_setup_code") or ""])
-    cases = [case for test in tests for case in from_assert(test, entry)]
-    shown = "\n".join(tests[:public_tests])
-    statement = f"{fields.get('text') or fields['prompt']}"
-    statement += f"\n\nThe function must be called {entry}." + (f" For example:\n{shown}" if shown else "")
-    return CodeProblem(statement, Suite(tuple(cases), entry, setup=setup), public_tests, 0, fields.get("code") or "")
+    cases = [from_assert(test, entry) for test in tests]
+    public = sum(map(len, cases[:public_tests]))  # a text may hold several asserts, or none that can be judged
+    statement = f"{fields.get('text') or fields['prompt']}\n\nThe function must be called {entry}."
+    statement += "\n".join([" For example:", *tests[:public_tests]]) if public_tests else ""
+    return CodeProblem(statement, Suite(sum(cases, ()), entry, setup=setup), public, 0, fields.get("code") or "")
 
 
 def _functions(source: str) -> list[str]:
