@@ -8,7 +8,8 @@ workflow declares, as literals, which are read without an import:
                        where `success` is among them
     EPISODE_OUTCOMES   the same for the whole episode, as evaluations report it
 
-A launch is checked by the first two, the metric of a sweep by the third.
+A launch checks `config.agents` and the parameters of rewards against the first two; the metric of a sweep is checked
+against the third.
 """
 
 import ast
@@ -190,7 +191,7 @@ def record_turn(reply: Reply, before: Observation, step: Step, *, env_s: float, 
 
 
 def _cut(value: Any) -> Any:
-    """Plain data with long texts cut; the turn's prompt keeps the whole."""
+    """Plain data with its long texts cut. The turn's tokens still hold the whole prompt and reply."""
     if isinstance(value, str):
         return value if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]} …"
     if isinstance(value, Mapping):
@@ -199,8 +200,8 @@ def _cut(value: Any) -> Any:
 
 
 def shown_as(**parts: Any) -> str:
-    """JSON of the parts that are kept for people to read. A part that is too long, or that JSON cannot hold, is left
-    out: no episode fails because of it."""
+    """JSON of the parts that are kept for people to read. A part is left out where JSON cannot hold it, or where it
+    does not fit in `LONGEST_SHOWN` with those before it: no episode fails because of it."""
     kept: dict[str, str] = {}
     for name, part in parts.items():
         try:

@@ -54,7 +54,8 @@ async def play(
         reply = await agents[PLANNER].act(to_plan(options.world, problem, options.prompt))
         plan = without_thoughts(reply.text)
         outcome["planned"] = float(bool(plan))
-        # The plan is part of the solver's state, so that answers after different plans count as other states.
+        # The plan is part of the solver's state key: credit then never compares answers to different plans as if they
+        # were given in the same state.
         planned = Observation(problem.view, problem.legal_actions, state_key(problem.state_key, PLAN, plan))
         before = Observation(problem.view, (), state_key(problem.state_key, PLAN))
         turn = record_turn(reply, before, Step(planned, 0.0, True, bool(plan)), env_s=0.0, action=plan)

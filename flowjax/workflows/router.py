@@ -55,7 +55,7 @@ async def play(
         answers: dict[str, str] = {}
         reached: dict[str, Mapping[str, float]] = {}
         for model in MODELS:
-            asked = await env.reset(task, seed)  # one action ends an episode of these worlds: each model gets its own
+            asked = await env.reset(task, seed)  # one action ends an episode of these worlds: each model starts anew
             messages = options.world.prompt(asked, [], options.prompt)
             move = await take_turn(agents[model], messages, asked, options=options, env=env)
             answers[model], reached[model] = options.world.answer(move.action, move.step.observation), move.step.outcome

@@ -20,7 +20,7 @@ from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import EpisodeOptions, turn_counts
 from flowjax.workflows.solver_verifier import SOLVER, answered, attempt, near_miss, parse_choice, question
 
-OUTCOMES = {"selector": ("success", "score")}  # of every choice; also `decided_right` where the attempts differ
+OUTCOMES = {"selector": ("success", "score")}  # of every choice; also `decided_right` where only one attempt is right
 EPISODE_OUTCOMES = ("success", "first_success", "either_success")
 AGENTS = ("solver", "selector")
 SELECTOR = AGENTS[1]
@@ -49,7 +49,7 @@ async def play(
 
     The episode's success and answer are those of the chosen attempt. Its other outcomes: `first_success`, and
     `either_success`, which a perfect selector would reach. The choice's outcomes: `success`, the episode's; `score`,
-    its reward; and `decided_right` where only one attempt is right: 1 if that one was chosen.
+    its reward; and `decided_right` where only one attempt is right: 1 if the reply chose that one, 0 without a choice.
     """
     parts: list[AgentTurns] = []
     outcome = {"success": 0.0, "first_success": 0.0, "either_success": 0.0}

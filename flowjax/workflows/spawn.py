@@ -1,9 +1,10 @@
 """An agent answers a problem at once, or first has helpers answer parts of it; helpers may have helpers, too.
 
-For worlds whose episode is one action. Each agent is a part of its own, and all parts have the same reward: that of the
-first agent's final answer. AstraFlow's spawning workflow (reference workflow `spawn_rlvr`), with helpers of helpers and
-a budget of `config.env.max_turns` replies. A spawn reserves its replies in it: one for each helper, and one for the
-answer after them. Agents that can reply at the same time do, in a fixed order, so that evaluations can be repeated.
+For worlds whose episode is one action. Each agent is a part of its own, and every part is rewarded for the first
+agent's final answer. AstraFlow's spawning workflow (reference workflow `spawn_rlvr`), with helpers of helpers and a
+budget of `config.env.max_turns` replies. A spawn takes its replies from the budget at once: one for each helper, and
+one for the answer after theirs. Agents that can reply at the same time do, in a fixed order, so that evaluations can be
+repeated.
 """
 
 import asyncio
@@ -61,12 +62,13 @@ class _Respondent:
 
     @property
     def seen(self) -> Observation:
-        """Its problem; after a spawn, with a state key that has the helpers' answers in it."""
+        """Its problem; once its helpers have answered, with their answers in the state key."""
         said = [self.answers[place] for place in range(len(self.tasks))]
         return replace(self.problem, state_key=state_key(self.problem.state_key, *said)) if said else self.problem
 
     def may_spawn(self, tasks: Sequence[str], left: int) -> bool:
-        """True where these helpers, and the agent's own answer after theirs, are within the limits: one spawn each."""
+        """True where these helpers, and the agent's own answer after theirs, are within the limits; each agent may
+        spawn once."""
         return not self.tasks and self.depth < DEPTH and 0 < len(tasks) <= MOST_TASKS and len(tasks) + 1 <= left
 
     def spawn(self, tasks: Sequence[str], reply: Reply) -> list["_Respondent"]:
@@ -95,9 +97,9 @@ async def play(
 ) -> Played:
     """The agent's answer, after its helpers' answers if it asked for any.
 
-    A spawn is refused if the agent has had helpers or is at the last level, if its tasks are none or more than
-    `MOST_TASKS`, or if too few replies are left: the turn is then invalid, and the answer empty. Other outcome:
-    `helpers`, a count.
+    A spawn is refused if the agent has had helpers or is at the last level, if it has no readable tasks or more than
+    `MOST_TASKS`, or if too few replies are left: the turn is then invalid, and the answer empty. Outcome besides the
+    world's: `helpers`, their number.
     """
     asked: list[_Respondent] = []
     outcome = dict.fromkeys(options.world.OUTCOMES, 0.0)
@@ -141,8 +143,9 @@ async def play(
 async def _replies(ready: Sequence[_Respondent], agents: Mapping[str, Agent], options: EpisodeOptions) -> list[Reply]:
     """Replies of the agents, in their order, sampled at the same time."""
     said = [agents[HELPER if one.parent else AGENT].act(_messages(one, options.world, options.prompt)) for one in ready]
-    found = await asyncio.gather(*said, return_exceptions=True)  # when one fails, the others still end here
-    # A prompt that is too long truncates the episode, as the policy's fault. Any other error is raised before it.
+    # When one fails, the others are still waited for: none runs on in an episode that is over.
+    found = await asyncio.gather(*said, return_exceptions=True)
+    # A prompt that is too long truncates the episode, as the policy's fault: any other error is raised first.
     errors = [each for each in found if isinstance(each, BaseException)]
     for error in sorted(errors, key=lambda error: isinstance(error, PromptTooLong)):
         raise error
@@ -157,7 +160,8 @@ def _messages(one: _Respondent, world: World, style: Style) -> list[Message]:
 def worded(
     messages: list[Message], tasks: Sequence[str], answers: Sequence[str], style: Style, depth: int = 0
 ) -> list[Message]:
-    """Messages with the helpers' answers where there are any, else with the offer of some (not on the last level)."""
+    """Messages with the helpers' answers where there are any. Without answers, instruct prompts offer helpers, except
+    on the last level; compact prompts do not."""
     if style == "compact":
         more = f" {GOT} {f' {AND} '.join(answers)}" if answers else ""
     elif answers:

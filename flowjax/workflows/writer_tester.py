@@ -1,10 +1,10 @@
 """A writer hands in a program, a tester writes tests for it, and where the program fails them the writer tries again.
 
 For the code world. The tests decide which program is final: the first one if it passes all of them; else the one of the
-two that passes more, the second on a tie. Every program is a part of its own and rewarded by the problem's hidden
-tests; the tests are rewarded for being right and for agreeing with the hidden ones. After AstraFlow (arXiv 2605.15565,
-workflow `code_actor_and_verify_v2`), where the last program is final and the tester's reward depends on it; the rewards
-are those of its third version.
+two that passes more, the second on a tie. A reply without a program is never final in place of one. Every program is a
+part of its own and rewarded by the problem's hidden tests; the tests are rewarded for being right and for agreeing with
+the hidden ones. After AstraFlow (arXiv 2605.15565, workflow `code_actor_and_verify_v2`), where the last program is
+final and the tester's reward depends on it; the rewards are those of its third version.
 """
 
 import json
