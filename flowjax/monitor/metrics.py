@@ -1,5 +1,6 @@
 """A run's progress on disk: `metrics.jsonl`, one JSON object a line, appended by several processes and read while it
-grows; and `status-<role>.json`, replaced every second or so. Also formats of their numbers for people."""
+grows; and `status-<role>.json`, replaced about once a second, by a trainer after each step, by the pool as it decides.
+Also formats of their numbers for people."""
 
 import contextlib
 import fcntl
@@ -52,7 +53,7 @@ class MetricsWriter:
                 write_whole(file.fileno(), line.encode())
                 if kind in _DURABLE:
                     os.fsync(file.fileno())
-            except OSError:  # a full disk, say: half a line is taken back, else the next would be appended to it
+            except OSError:  # a full disk, say: the half line is taken back, so that the file holds whole lines only
                 with contextlib.suppress(OSError):
                     file.truncate(end)
                 raise
@@ -116,7 +117,11 @@ def _torn(path: Path) -> bool:
 
 
 def _drop_later(path: Path, step: int | Mapping[str, int]) -> None:
-    """Drop the lines of steps after `step`, which may differ by policy; lines without a policy go by the largest."""
+    """Drop lines of training and evaluation after `step`, which may differ by policy.
+
+    Lines of other policies stay. With several steps an evaluation goes if any of its versions is later, and a line of
+    training without a policy if it is after the largest.
+    """
 
     def is_lost(entry: dict[str, Any]) -> bool:
         if entry.get("kind") == "eval" and not isinstance(step, int):  # its step is that of one policy
@@ -307,9 +312,10 @@ class Progress:
         return mean(self.train[:RECENT_STEPS] if first else self.train[-RECENT_STEPS:], name, by="turns")
 
     def remaining_s(self, steps: Mapping[str, int]) -> float | None:
-        """Seconds to the last step of each policy at the median pace of its last steps, without the first: it compiles.
+        """Seconds until every policy has made its last of `steps`, at the median pace of its newest ones.
 
-        A policy without a pace yet gets that of all policies; None while there is no pace at all.
+        The first step compiles and does not count. A policy without a pace yet gets that of all policies; None while
+        there is no pace at all. Trainers that work side by side take as long as the slowest; one trainer takes the sum.
         """
         left_s: list[float] = []
         for policy, last in steps.items():

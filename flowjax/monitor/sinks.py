@@ -50,7 +50,7 @@ class Sink(Protocol):
 
 
 class _TensorBoard:
-    hides = True  # by `purge_step`, in all series: the points that a trainer went back behind give way to its new ones
+    hides = True  # `purge_step` hides the points from that step on, in all series
 
     def __init__(self, run_dir: Path, config: ConfigDict, first_step: int | None):
         from tensorboardX import SummaryWriter
@@ -78,7 +78,8 @@ class _Wandb:
 
         options = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": run_dir.name, "id": _known_as(run_dir)}
         self._run = wandb.init(**options, resume="allow", dir=str(run_dir), config=config.to_dict())
-        # A metric of its own for the x-axis: wandb's step must not go back, as it does between policies or on a resume.
+        # Our step is a metric, for the x-axis. wandb ignores points whose own step goes back, and ours does: from one
+        # policy to another, and after a resume.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -193,8 +194,8 @@ def _forward(name: str, run_dir: Path, config: ConfigDict, stop: threading.Event
                     sink.close()
                     steps.clear()
                 sink = _SINKS[name](run_dir, config, first)
-                if first is not None and sink.hides:  # it also hides valid points (other policies, evaluations): again
-                    progress = Progress(run_dir)
+                if first is not None and sink.hides:  # it hides valid points, too (other policies, evaluations)
+                    progress = Progress(run_dir)  # these are sent again
                     lines = [line for line in _to_send(progress) if line["step"] >= first]
             for line in lines:
                 assert sink is not None

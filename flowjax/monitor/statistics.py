@@ -22,7 +22,7 @@ def task_interval(means: Float[np.ndarray, "tasks"], *, share: bool = True) -> t
     """Mean of the tasks' means, with its 95 % interval by a bootstrap over tasks (BCa; Efron 1987).
 
     Equal means have no spread to resample: in [0, 1] the interval is then Wilson's for a share of n tasks. Of equal
-    counts (`share` is False), which are not bounded by 1, it is the mean alone.
+    counts (`share` is False), and of equal means outside [0, 1], it is the mean alone.
 
     Returns:
         Mean, low, high.

@@ -1,7 +1,7 @@
 """Ids and secrets of a run that its roles show each other: the secrets where they listen beyond loopback.
 
-The token allows everything. A node, which may be anywhere, has a key of its own instead: it allows to play under the
-node's name and nothing else, and is void once the node is sent away.
+The token allows everything. A node, which may be anywhere, has a key of its own instead: with it a node can play under
+its own name and do nothing else, and it is void once the node is sent away.
 """
 
 import contextlib
@@ -71,10 +71,10 @@ def make_run_id(run_dir: Path) -> str:
     """The id of a run; made at the first call. It tells a run from others that listen at the same address later.
 
     A copied folder is another run from its next launch on, with another id: the original may go on, and a relay would
-    share its nodes out between the two. A copy has another inode and another path than the id was written for. In a
-    folder that is still the same run's only one of them may have changed: the path where it was moved, or another host
-    mounts it elsewhere; the inode where it was restored, or where a file system makes inodes up, as FUSE may. So a
-    copy under its old path, on another machine, keeps the id.
+    share its nodes out between the two. A folder counts as a copy if both its inode and its path differ from those that
+    the id was written with. Of the same run one of the two may change: the path where the folder was moved, or another
+    host mounts it elsewhere; the inode where it was restored, or where a file system makes inodes up, as FUSE may. So
+    a copy under its old path, on another machine, keeps the id.
     """
     known, *before = _run_id_lines(run_dir) or [""]
     copied = bool(before) and not set(before) & set(_marks(run_dir))
@@ -167,7 +167,7 @@ def nodes_sent_away(run_dir: Path) -> dict[str, str]:
     """Nodes whose key is void, with the reasons."""
     found = {}
     for path in sorted((run_dir / _NODES).glob("*")):
-        with contextlib.suppress(OSError):  # a temporary file, gone again since the listing
+        with contextlib.suppress(OSError):  # a file that cannot be read at this moment: its node is not reported
             if _NODE_NAME.fullmatch(path.name):
                 found[path.name] = path.read_text().partition("\n")[2]
     return {node: reason for node, reason in found.items() if reason}
