@@ -62,7 +62,7 @@ def _check(runs: Sequence[Path], options: dict[str, str]) -> None:
     """Check the command line.
 
     Raises:
-        ValueError: an unknown or impossible option, or no run.
+        ValueError: an unknown or impossible option, no run, or one that is named twice.
     """
     if unknown := [name for name in options if name not in _OPTIONS]:
         raise ValueError(f"--{unknown[0]} is not known: use some of {', '.join(f'--{name}' for name in _OPTIONS)}")
@@ -116,7 +116,8 @@ def _serve(runs: Sequence[Path], options: dict[str, str]) -> int:
 
 
 class PageHandler(http.server.BaseHTTPRequestHandler):
-    """Answers with the page, made anew for each request, and serves no other file of the machine."""
+    """Answers / with the page, made anew for each request, and /written with a number (see `_written`); serves no file
+    of the machine."""
 
     def __init__(self, runs: Sequence[Path], groups_per_step: int, known: dict[Any, Made], *arguments: object):
         self._runs, self._groups_per_step, self._known = runs, groups_per_step, known

@@ -29,7 +29,7 @@ _SHOWN_EVENTS = ("restart", "down", "failed", "paused", "kill", "moved")
 
 
 def overview(run_dir: Path) -> dict[str, Any]:
-    """Everything about a run that the page shows on its first section.
+    """Everything about a run that the page shows in its first section, and its config.
 
     Raises:
         ConfigError: the folder is not a run's, or has no step and no evaluation yet.
@@ -123,9 +123,10 @@ def timeline(
     warm_start: tuple[float, float] | None,
     paused: Sequence[tuple[float, float]] = (),
 ) -> list[dict[str, Any]]:
-    """Rows of spans `[start, end, phase]`: one row for each role, and one for each policy's steps, by phases.
+    """Rows of spans `[start, end, phase]`: the warm start, each role, each policy's steps by phases, the evaluations.
 
-    Times are in seconds since the epoch; those after a pause (`paused`) are earlier by its length.
+    Times are in seconds since the epoch, but those after a pause (`paused`) are moved back by its length, so that the
+    page shows no gaps.
     """
     rows: list[dict[str, Any]] = []
     last_s = max((entry.get("time_s", 0.0) for entry in (*train, *evaluations, *events)), default=0.0)
@@ -170,7 +171,8 @@ def _awake(time_s: float, paused: Sequence[tuple[float, float]]) -> float:
 
 def _role_spans(events: Sequence[Mapping[str, Any]], until_s: float) -> Iterator[list[Any]]:
     """Spans of starting, up and down of one role, from its supervisor's events."""
-    begins = "starting" if any(event.get("event") == "up" for event in events) else "up"  # some have none
+    # Some roles never report "up": they count as up from their start.
+    begins = "starting" if any(event.get("event") == "up" for event in events) else "up"
     phases = {"start": begins, "restart": begins, "up": "up", "down": "down", "paused": "down"}
     at, phase = 0.0, ""
     for event in events:
@@ -253,7 +255,10 @@ def methods(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def _setting(run: Mapping[str, Any], *, base_per_seed: bool = False) -> str:
-    """Fields of a run without those of its seed. With `base_per_seed`, a base `<base>-<seed>` counts as the seed's."""
+    """A run's config as text, without the fields of its seed: equal for runs of one method.
+
+    With `base_per_seed` bases `<base>-<seed>` count as equal, too: each seed may have a base of its own.
+    """
     rest = {field: value for field, value in run["config"].items() if field not in _SEED_FIELDS}
     of_seed = f"-{run['config'].get('seed')}"
     for field, value in rest.items():  # paths with the run's own name in them, such as that of its nano base

@@ -71,7 +71,7 @@ function ticks(low, high, most) {
 
 function grid(scale, share) {
   const right = CHART.width - CHART.right, bottom = CHART.height - CHART.bottom;
-  const values = ticks(scale.low, scale.high, 4), every = spacing(scale.low, scale.high, 4);  // of one tick, too
+  const values = ticks(scale.low, scale.high, 4), every = spacing(scale.low, scale.high, 4);  // known even where there is a single tick
   const parts = values.flatMap((value) => [
     make("line", {class: "grid", x1: CHART.left, x2: right, y1: scale.y(value), y2: scale.y(value)}),
     make("text", {x: CHART.left - 6, y: scale.y(value) + 4, "text-anchor": "end"}, share ? `${+(100 * value).toFixed(1)} %` : tickText(value, every))]);

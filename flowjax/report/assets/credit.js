@@ -88,7 +88,7 @@ function stateGraph(made, group, onmove) {
   return {element: make("div", {class: "scroll graphbox", tabindex: "0", role: "region", "aria-label": "State graph"}, svg), choose, highlight};
 }
 
-// Label of an arrow. Several actions that lead from one state to the same other one share it, so it names all or counts.
+// Label of an arrow. Several actions that lead from one state to the same other one share it: it names all, or their number.
 function labelOf(edge) {
   const all = edge.actions.map((one) => one.action).join(" / ");
   return edge.actions.length > 1 && all.length > 16 ? `${edge.actions.length} actions` : edge.actions.length > 1 ? all : middle(all, 12);

@@ -42,7 +42,7 @@ SECTIONS.episodes = {
     const wanted = this.filters.words.toLowerCase(), found = new Set();
     const pieces = allPieces().filter(({piece}) => !this.filters.piece || piece.key === this.filters.piece);
     for (const [done, {piece: described}] of pieces.entries()) {
-      if (search !== this.newest) return;  // another began while this one read: the list is its own now
+      if (search !== this.newest) return;  // a newer search has begun meanwhile: this one must not write into the list
       if (done % 5 === 0) replace(this.target, make("p", {}, `Searching ${described.label} …`));
       const made = await piece(described.key);
       const prompts = made.prompts.map((text) => text.toLowerCase().includes(wanted));
@@ -51,7 +51,7 @@ SECTIONS.episodes = {
         if (episode.turns.some(says) || group.task.toLowerCase().includes(wanted)) found.add(`${described.key}/${g}/${e}`);
       }));
     }
-    if (search !== this.newest) return;  // another search has begun while this one waited for pieces
+    if (search !== this.newest) return;  // a newer search has begun during the last wait for a piece
     this.found = found;
     this.draw();
   },
