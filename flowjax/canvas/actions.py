@@ -66,7 +66,7 @@ _EXAMPLE = "`<action>add</action><operator>Custom</operator>`"
 class Add:
     """Put a piece into the workflow (`flowjax.canvas.edits.add`).
 
-    `into` is a node's id, "" the top; `position` counts from 0 there, None is the end.
+    `into` is a node's id or a conditional's part (`n4.true`), "" the top; `position` counts from 0, None is the end.
     """
 
     piece: Node

@@ -67,7 +67,7 @@ class Meter:
         self._started_s = self._clock()
         self._calls = self._steps = 0
         self.usage = Usage()
-        self.unanswered_s = 0.0  # the longest wait of a request that was cancelled before its answer
+        self.unanswered_s = 0.0  # as in `WorkflowRun`
 
     @property
     def seconds(self) -> float:
@@ -80,7 +80,7 @@ class Meter:
         return None if self._budget.seconds is None else self._started_s + self._budget.seconds
 
     def start_step(self) -> None:
-        """Count an operator that is about to run.
+        """Count an operator that is reached, whether it then runs or has a cached result.
 
         Raises:
             BudgetSpent: the limit is reached; it must not run.
@@ -237,7 +237,8 @@ class CallContext:
         """See `flowjax.canvas.operators.Context`.
 
         Raises:
-            TypeError: `messages` are none. Sent on, they would raise in the backend, and count as its outage.
+            TypeError: `messages` is no list of messages. Sent on, it would raise in the backend, and count as an
+                outage of that.
         """
         messages = tuple(messages)
         for each in messages:
@@ -299,11 +300,11 @@ class CallContext:
                 self._meter.add(usage)
 
     async def execute(self, program: str, stdin: bytes = b"") -> ProgramResult:
-        """See `flowjax.canvas.operators.Context`. If cancelled, the program runs on until its own time limit."""
+        """See `flowjax.canvas.operators.Context`. If cancelled, the program runs on, at most to its own time limit."""
         return await self._sandboxed(_longest_s(self._sandbox.limits), self._sandbox.run, program, stdin)
 
     async def judge(self, program: str, suite: Suite) -> Verdict:
-        """See `flowjax.canvas.operators.Context`. If cancelled, the program runs on until its own time limit."""
+        """See `flowjax.canvas.operators.Context`. If cancelled, the program runs on, at most to its own time limit."""
         kinds = len({type(case) for case in suite.cases})
         longest_s = kinds * _longest_s(self._sandbox.judge_limits)
         return await self._sandboxed(longest_s, self._sandbox.judge, program, suite)

@@ -346,7 +346,7 @@ def note(call: Call, operators: Mapping[str, type[Operator]], run: WorkflowRun |
 
 
 def output_text(outputs: State) -> str:
-    """The most informative of a call's outputs: its verdict, and the first of `_SHOWN_FIELDS`."""
+    """The most informative of a call's outputs: its verdict, and the first of `_SHOWN_FIELDS`, else any other field."""
     verdict = {True: "passed", False: "failed"}.get(outputs["passed"] is True) if "passed" in outputs else None
     field = next((name for name in (*_SHOWN_FIELDS, *outputs) if name in outputs and name != "passed"), None)
     value = outputs[field] if field else ""

@@ -191,7 +191,7 @@ def _change_backend(workflow: Workflow, call: Call, space: Space, rng: np.random
 
 
 def _vote(workflow: Workflow, call: Call, space: Space, rng: np.random.Generator) -> Workflow | None:
-    """Replace a solver by `BRANCHES` in parallel and a combiner: copies of it, or half of the time random solvers."""
+    """Replace a solver by `BRANCHES` in parallel and a combiner: copies of it, or, half of the time, it and others."""
     solvers, combiners = space.names("solver"), space.names("combiner")
     if call.operator not in solvers or not combiners:
         return None

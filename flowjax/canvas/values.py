@@ -94,7 +94,7 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True)
 class NodeEvent:
-    """Start or end of one call of a run, or a part of a reply to it, as it happens.
+    """Start or end of one call of a run, or its backend's reply so far, as it happens.
 
     `node_run` is the call's entry in the trace, at its end; `text` is the reply so far. Parallel calls start and end in
     any order. `seconds` are since the start of the run.

@@ -179,8 +179,8 @@ class _Interpreter:
         self._problem, self._operators = problem, operators
         self._backends, self._default_backend = backends, default_backend
         self._cache, self._sampling, self._sandbox, self._meter = cache, sampling, sandbox, meter
-        # Only calls and requests hold slots, and of two semaphores. If parallels or loops held some while they wait for
-        # what is inside them, deep nesting could use all slots up: a deadlock.
+        # Two semaphores, since a call that holds a slot waits for its requests; and parallels and loops hold none while
+        # they wait for what is inside them. Otherwise all slots could be held by those that wait: a deadlock.
         self._call_slots = asyncio.Semaphore(max_concurrent)
         self._request_slots = asyncio.Semaphore(max_concurrent)
         self._on_event, self._stream = on_event, stream and on_event is not None
@@ -347,7 +347,7 @@ class _Interpreter:
         return await self._cache.through(key, lambda: self._work(operator, inputs, context))
 
     async def _work(self, operator: type[Operator], inputs: State, context: CallContext) -> Outcome:
-        """Run the operator. Any other exception, such as a plug-in's mistake, fails the call and not the run."""
+        """Run the operator. Any exception but an outage or a spent budget fails the call alone, a plug-in's too."""
         async with self._call_slots:
             try:
                 outputs = await operator().run(dict(inputs), context)
