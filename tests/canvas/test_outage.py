@@ -16,7 +16,7 @@ from shown_text import text_of
 
 from flowjax.canvas import Problem, load_operators, parse, run
 from flowjax.canvas.backends import BackendUnavailable, Completion, Request, Usage
-from flowjax.canvas.backends.openai import OpenAIBackend, Patience
+from flowjax.canvas.backends.openai import Breaker, OpenAIBackend, Patience
 from flowjax.canvas.context import Budget, Sandbox
 from flowjax.canvas.values import WorkflowRun
 from flowjax.envs import EnvDied
@@ -232,6 +232,32 @@ def test_nothing_is_sent_to_an_endpoint_that_keeps_failing_until_one_request_is_
             await backend.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_pause_doubles_with_each_trial_that_fails_and_not_with_each_request_of_an_outage():
+    """Each request under way when an endpoint went away doubled the pause: with 14 of them it was 30 s at once."""
+
+    async def scenario() -> None:
+        patience = Patience()
+        breaker = Breaker(patience)
+        now_s = 0.0
+        breaker._clock = lambda: now_s
+        for _ in range(14):
+            breaker.note_failure("HTTP 503")
+        assert breaker.wait_s == patience.first_pause_s
+        for pause_s in (2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+            now_s += breaker.wait_s
+            assert await breaker.admit(), "one request is on trial"
+            breaker.note_failure("HTTP 503")
+            breaker.end_trial()
+            assert breaker.wait_s == pause_s
+        now_s += breaker.wait_s
+        assert await breaker.admit()
+        breaker.note_success()
+        breaker.end_trial()
+        assert not await breaker.admit(), "all may send again"
+
+    asyncio.run(scenario())
 
 
 def test_an_episode_waits_with_its_first_turn_for_an_endpoint_that_fails():

@@ -176,8 +176,9 @@ class Breaker:
         self._failures, self._pause_s = 0, self._patience.first_pause_s
 
     def note_failure(self, failure: str) -> None:
+        paused = self.wait_s > 0  # requests under way when the pause began fail, too: one outage, which doubles nothing
         self._failures, self.last = self._failures + 1, failure
-        if self._failures >= self._patience.failures_in_a_row:
+        if self._failures >= self._patience.failures_in_a_row and not paused:
             self._closed_until_s = self._clock() + self._pause_s
             self._pause_s = min(2 * self._pause_s, self._patience.last_pause_s)
 
