@@ -11,13 +11,15 @@ interval, p-value, probability of improvement, and what may be concluded; see `f
 Exit status: 0 compared, 2 something to correct in what was asked for.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from html import escape
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import app, flags
@@ -36,10 +38,12 @@ from flowjax.workflows import episode_outcomes
 
 _ALPHA = 0.05
 SAMPLING_FIELDS = ("eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p")
-_PLAY = (  # results depend on them, and on env.options, whatever the policy
-    *SAMPLING_FIELDS, "env.max_turns", "env.prompt", "env.context", "env.history",
-    "rollout.max_prompt_tokens", "rollout.max_new_tokens",
+_PLAY = (  # results depend on them, and on the world's options, whatever the policy
+    *SAMPLING_FIELDS, "workflow", "env.name", "env.max_turns", "env.prompt", "env.context", "env.history",
+    "model.template_options", "rollout.stop", "rollout.max_prompt_tokens", "rollout.max_new_tokens",
+    "rollout.max_episode_turns", "rollout.structured_outputs", "engine.dtype", "engine.quantize",
 )  # fmt: skip
+_LEFT_OUT = object()
 
 
 def evaluations_named(side: str) -> list[Path]:
@@ -172,7 +176,7 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
 
 def _played_otherwise(first: Sequence[Path], second: Sequence[Path]) -> Iterator[str]:
     """A line on each setting of play in which the evaluations differ, and one on those whose settings are not known."""
-    settings: dict[str, list[dict[str, str]]] = {"A": [], "B": []}
+    settings: dict[str, list[dict[str, Any]]] = {"A": [], "B": []}
     unknown: list[Path] = []
     for name, side in zip("AB", (first, second), strict=True):
         for run in (_run_of(evaluation_of(path)) for path in side):
@@ -184,17 +188,34 @@ def _played_otherwise(first: Sequence[Path], second: Sequence[Path]) -> Iterator
         folders = ", ".join(map(str, unknown))
         yield f"{folders}: no config.json can be read, so other settings of play may differ there"
     for field in dict.fromkeys(field for side in settings.values() for play in side for field in play):
-        values = {name: {play.get(field, "left out") for play in side} for name, side in settings.items()}
-        if len(set().union(*values.values())) > 1:
-            said = " and ".join(f"{', '.join(sorted(has))} in {name}" for name, has in values.items() if has)
+        values = {name: [_value(play, field) for play in side] for name, side in settings.items()}
+        every = [value for side in values.values() for value in side]
+        if any(value != every[0] for value in every):
+            texts = {name: sorted({_said(value) for value in side}) for name, side in values.items() if side}
+            said = " and ".join(f"{', '.join(has)} in {name}" for name, has in texts.items())
             yield f"config.{field} is {said}: part of the difference may come from that"
 
 
-def _play(config: ConfigDict) -> dict[str, str]:
-    """Settings of play by field."""
+def _play(config: ConfigDict) -> dict[str, Any]:
+    """Settings of play by field. Options of the world are there with their defaults, those of a source as given."""
     settings = {field: attrgetter(field)(config) for field in _PLAY}
-    settings |= {f"env.options.{name}": value for name, value in config.env.options.items()}
-    return {field: shown(value) for field, value in settings.items()}
+    options = config.env.options.to_dict()
+    with contextlib.suppress(WorldError):  # a world of another program has no defaults here
+        made = find_world(config.env.name)(**options).options
+        options = {each.name: getattr(made, each.name) for each in fields(made)}
+    settings |= {f"env.options.{name}": value for name, value in options.items()}
+    for source, given in config.env.sources.items():
+        settings |= {f"env.sources.{source}.options.{name}": value for name, value in given.get("options", {}).items()}
+    return settings
+
+
+def _value(play: Mapping[str, Any], field: str) -> Any:
+    """A setting of play. Where a source leaves an option out, or there is no such source, that of the world holds."""
+    return play.get(field, play.get(f"env.options.{field.rpartition('.options.')[2]}", _LEFT_OUT))
+
+
+def _said(value: Any) -> str:
+    return "left out" if value is _LEFT_OUT else shown(value)
 
 
 # -------------------------------------------------------------------------------------------------- variants of a sweep

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +95,33 @@ def test_what_was_sampled_in_another_way_is_said(tmp_path: Path):
     (a2 / "config.json").write_text("{")
     text = printed([a], [a2])
     assert f"{a2}: no config.json can be read, so other settings of play may differ there" in text
+
+
+def test_every_setting_of_play_that_differs_is_said(tmp_path: Path):
+    def run(name: str, changes: dict[str, Any]) -> Path:
+        evaluation(tmp_path / name, {"x": [True], "y": [False]})
+        config = default_config()
+        config.update_from_flattened_dict({"env.name": "flowjax.envs.search:Search", **changes})
+        save_run(config, tmp_path / name)
+        return tmp_path / name
+
+    plain = run("plain", {})
+    for number, (field, value, said) in enumerate((
+        ("workflow", "flowjax.workflows.plan_solve:play", "config.workflow is 'flowjax.workflows.single:play' in A"),
+        ("env.sources", {"a": {"options": {"topk": 1}}}, "config.env.sources.a.options.topk is 3 in A and 1 in B"),
+        ("rollout.stop", ("\n",), "config.rollout.stop is () in A"),
+        ("rollout.structured_outputs", True, "config.rollout.structured_outputs is False in A and True in B"),
+        ("rollout.max_episode_turns", 2, "config.rollout.max_episode_turns is 0 in A and 2 in B"),
+        ("model.template_options", {"thinking": False}, "config.model.template_options is {} in A"),
+        ("engine.quantize", "int8", "config.engine.quantize is '' in A and 'int8' in B"),
+        ("engine.dtype", "float32", "config.engine.dtype is 'bfloat16' in A and 'float32' in B"),
+    )):  # fmt: skip
+        text = printed([plain], [run(f"changed{number}", {field: value})])
+        assert said in text and text.count("may come from that") == 1
+    for field, same in (("env.options", {"topk": 3}), ("env.sources", {"a": {"options": {"topk": 3}}})):
+        assert "may come from that" not in printed([plain], [run(field, {field: same})])  # 3 is the world's default
+    first, second = (run(end, {"env.options": {"retriever": f"http://{'a' * 200}{end}"}}) for end in "vw")
+    assert "config.env.options.retriever is" in printed([first], [second])
 
 
 def test_a_run_does_not_differ_from_itself(tmp_path: Path):
