@@ -411,7 +411,7 @@ def _unreadable_key(state: Any) -> Any:
     elif isinstance(state, Mapping):
         if not _PLAIN.issuperset(map(type, state)):
             for key in state:
-                if type(key) not in _PLAIN and not isinstance(key, np.generic):
+                if not isinstance(key, (*_PLAIN, np.generic)):  # members of a StrEnum are texts, too
                     return key
         values = state.values()
     else:

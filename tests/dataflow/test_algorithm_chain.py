@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,16 @@ def test_a_state_that_cannot_be_written_down_or_read_again_is_named(seen, reason
         chain.state_changes(),
     ):
         pytest.fail("it cannot be written down")
+
+
+class Kind(StrEnum):
+    HARD = "hard"
+
+
+def test_names_of_an_enumeration_may_be_keys_of_a_state():
+    chain = Chain({"mine": failing("state", lambda: {"seen": {Kind.HARD: 1, "easy": 2}})})
+    with chain.state_changes() as rows:
+        assert unpack(rows[0][-1] or b"") == {"seen": {"hard": 1, "easy": 2}}
 
 
 def test_a_failing_group_is_judged_again_when_the_algorithm_is_mended(tmp_path):
