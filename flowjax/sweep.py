@@ -153,9 +153,10 @@ def _values(path: Path) -> dict[str, Any]:
     for name in given:
         if name not in _FIELDS and (near := nearest(name, _FIELDS)):  # other names in capitals are the file's own
             raise ConfigError(f"{path}: {name} is nothing that a sweep has{near}")
-    for name in (field for field in _FIELDS if field != "NAME"):  # a loop leaves `name` behind
-        if name not in given and (lower := name.lower()) in vars(module):
-            raise ConfigError(f"{path}: {lower} is nothing that a sweep has: write {name}, or call it otherwise")
+    for name in (name for name in vars(module) if name != "name"):  # which a loop leaves behind
+        field = "SEEDS" if name.upper() == "SEED" else name.upper()
+        if field in _FIELDS and field not in given:
+            raise ConfigError(f"{path}: {name} is nothing that a sweep has: write {field}, or call it otherwise")
     values = {name: _python(given.get(name, default)) for name, (_, default, _) in _FIELDS.items()}
     for name, (kind, _, remedy) in _FIELDS.items():
         if name == "SEEDS" and isinstance(values[name], list | range):

@@ -93,6 +93,8 @@ def test_variants_times_seeds_are_runs_with_configs_of_their_own():
         ('"grpo": {', '"": {', "VARIANTS has '': give"),
         ("RECIPE =", "recipe =", "recipe is nothing that a sweep has: write RECIPE, or call it otherwise"),
         ("SEEDS =", "seeds =", "seeds is nothing that a sweep has: write SEEDS"),
+        ("SEEDS =", "Seeds =", "Seeds is nothing that a sweep has: write SEEDS"),
+        ("SEEDS =", "seed =", "seed is nothing that a sweep has: write SEEDS"),
         ('{"credit.name": "grpo"}', "{3: 'x'}", r"VARIANTS\['grpo'\] has the field 3: give fields by their names"),
         (
             '{"credit.name": "grpo"}',
