@@ -249,8 +249,10 @@ def methods(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     for index, run in enumerate(runs):
         alike.setdefault(_setting(run), []).append(index)
     found: dict[str, list[int]] = {}
-    for same in alike.values():  # not run by run: seeds 0 and 3 of one base "llama-3" are alike as they are
-        found.setdefault(_setting(runs[same[0]], base_per_seed=True), []).extend(same)
+    for same in alike.values():
+        # Seeds 0 and 3 of one base "llama-3" are alike as they are: then the base is no seed's own.
+        per_seed = {_setting(runs[index], base_per_seed=True) for index in same}
+        found.setdefault(per_seed.pop() if len(per_seed) == 1 else _setting(runs[same[0]]), []).extend(same)
     return list(map(sorted, found.values()))
 
 

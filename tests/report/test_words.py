@@ -264,6 +264,9 @@ def test_seeds_of_a_method_may_each_have_a_base_of_their_own():
     assert found((0, "models/sokoban-0"), (1, "models/sokoban-1"), (0, "models/other-0")) == [[0, 1], [2]]
     assert found((0, "models/a-0"), (1, "models/b-1"), (1, "models/a-0")) == [[0, 2], [1]]
     assert found((3, "models/llama-3"), (0, "models/llama-3")) == [[0, 1]], "a name that ends in a seed by chance"
+    for first, second in ((0, 3), (3, 0)):  # whichever run is named first
+        by_chance = ((first, "models/llama-3"), (second, "models/llama-3"), (0, "models/llama-0"))
+        assert found(*by_chance) == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize(
