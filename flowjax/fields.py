@@ -312,7 +312,7 @@ def type_problem(kind: Any, value: Any) -> str | None:
     if kind is int:
         return None if isinstance(value, int) and not isinstance(value, bool) else f"give {_KINDS[int]}"
     if kind is str:
-        return _text_problem(value) if isinstance(value, str) else f"give {_KINDS[str]}"
+        return _text_problem(value)
     holder = origin or kind
     if holder in (tuple, list, Sequence, Iterable):
         if isinstance(value, str) or not isinstance(value, tuple | list):
@@ -364,13 +364,14 @@ def declared_types(owner: Any) -> dict[str, Any]:
     return named | ({"**": Any} if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) else {})
 
 
-def _text_problem(text: str) -> str | None:
-    """Reason for which a text cannot be a file name, address or name; None where it can."""
+def _text_problem(text: Any) -> str | None:
+    """Remedy for what is no text, or a text that cannot be a file name, address or name; None for any other."""
+    if not isinstance(text, str):
+        return f"give {_KINDS[str]}"
     if len(text) > _LONGEST_CHARACTERS:
         return f"give at most {_LONGEST_CHARACTERS} characters"
-    if any(character == "\x00" or "\ud800" <= character <= "\udfff" for character in text):
-        return "leave out characters that no file can hold"
-    return None
+    unheld = any(character == "\x00" or "\ud800" <= character <= "\udfff" for character in text)
+    return "leave out characters that no file can hold" if unheld else None
 
 
 def load_named(field: str, path: object, refusal: type[Exception], remedy: str = "give package.module:name") -> Any:
@@ -406,8 +407,7 @@ def nearest(name: Any, known: Iterable[Any]) -> str:
 
 def shown(value: Any) -> str:
     """A refused value as text for a message, shortened."""
-    if isinstance(value, ConfigDict):
-        value = value.to_dict()
+    value = value.to_dict() if isinstance(value, ConfigDict) else value
     text = repr(tuple(value) if isinstance(value, list) else value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 

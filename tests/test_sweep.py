@@ -95,6 +95,7 @@ def test_variants_times_seeds_are_runs_with_configs_of_their_own():
         ("SEEDS =", "seeds =", "seeds is nothing that a sweep has: write SEEDS"),
         ("SEEDS =", "Seeds =", "Seeds is nothing that a sweep has: write SEEDS"),
         ("SEEDS =", "seed =", "seed is nothing that a sweep has: write SEEDS"),
+        ('"credit.name": "grpo"', '"env.options": {3: 1}', r"VARIANTS\['grpo'\]: config.env.options has 3: give text"),
         ('{"credit.name": "grpo"}', "{3: 'x'}", r"VARIANTS\['grpo'\] has the field 3: give fields by their names"),
         (
             '{"credit.name": "grpo"}',
