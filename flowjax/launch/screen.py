@@ -282,13 +282,13 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     states, warm = read_status(run_dir, "launch").get("roles", {}), Progress(run_dir / "warm_start")
     warm.update()
     launched = bool(check_unused(run_dir))
+    over = {name for name, state in states.items() if state["phase"] in _ENDED or not launched}
     for name in states or ("rollout", "dataflow", "trainer"):
-        ended = states.get(name, {}).get("phase") in _ENDED
-        newest, doing, silent_s = None, (), run.config.trainer.step_timeout_s
+        ended, newest, doing, silent_s = name in over, None, (), run.config.trainer.step_timeout_s
         if name == "rollout":
             newest, doing, silent_s = rollout, _playing(rollout, ended), _SILENT_S
         elif name == "dataflow":
-            newest, doing, silent_s = dataflow, _keeping(dataflow), _SILENT_S
+            newest, doing, silent_s = dataflow, _keeping(dataflow, ended), _SILENT_S
         elif name.startswith("warm_start"):
             base = name.removeprefix("warm_start").removeprefix("-") or BASE_NAME
             if newest := warm.newest.get(base):
@@ -328,7 +328,7 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
     silence_s = max(now_s - (number(dataflow, "time_s") or now_s), 0.0)
     for name, worker in dataflow.get("workers", {}).items():
         serving = ", ".join(f"{policy}@{version}" for policy, version in worker["serving"].items())
-        playing = f"{worker['playing']} of {worker['playing'] + worker['free_slots']}"
+        playing = "" if "dataflow" in over else f"{worker['playing']} of {worker['playing'] + worker['free_slots']}"
         heard, k3 = f"{clock(silence_s + worker['heard_s_ago'])} ago", scientific(number(worker, "mismatch_kl"))
         workers.add_row(Text(printable(name)), heard, serving, playing, str(worker["episodes"]), k3)
     evaluations = Table(show_header=False)
@@ -404,10 +404,10 @@ def _playing(status: Mapping[str, Any], ended: bool) -> Iterator[str]:
         yield f"{name}: {text}" if len(bases) > 1 else text
 
 
-def _keeping(status: Mapping[str, Any]) -> Iterator[str]:
+def _keeping(status: Mapping[str, Any], ended: bool) -> Iterator[str]:
     if not status:
         return
-    yield from (f"{status.get(state, 0)} {state}" for state in ("waiting", "leased", "quarantined"))
+    yield from (f"{status.get(state, 0)} {state}" for state in ("waiting", *("leased",) * (not ended), "quarantined"))
     for cause, n in status.get("failed", {}).items():
         yield f"{n} failed ({cause.replace('_', ' ')})"
     if status.get("short_groups"):

@@ -500,7 +500,9 @@ def test_roles_queues_versions_and_ages_are_shown(run: Path):
 def test_of_a_run_that_has_ended_nothing_is_away_and_no_speed_is_shown(run: Path):
     rollout = {"time_s": 900.0, "in_flight": 3, "episodes_per_s": 11.9, "failed_episodes": 2}
     rollout |= {"bases": {"base": {"up": True}}}
-    dataflow = {"time_s": 901.0, "leased": 0}
+    dataflow: dict = {"time_s": 901.0, "leased": 5, "waiting": 7}
+    worker = {"heard_s_ago": 1.0, "serving": {"solver": 3}, "playing": 4, "free_slots": 4, "episodes": 9}
+    dataflow["workers"] = {"node-7": worker}
     pool = {"nodes": 1, "wanted_nodes": 3, "waiting_share": 0.5, "busy_share": 0.9}
     roles = {
         name: {"phase": phase, "restarts": 0, "detail": ""}
@@ -510,9 +512,16 @@ def test_of_a_run_that_has_ended_nothing_is_away_and_no_speed_is_shown(run: Path
     for role, status in statuses.items():
         (run / f"status-{role}.json").write_text(json.dumps(status))
     MetricsWriter(run).write("train", step=40, policy="verifier", tokens_per_s=5000.0, wait_s=0.5)
-    shown = text(run, 8000.0)
-    assert not any(word in shown for word in ("away", "engine up", "in flight", "tokens/s", "wait 0.5", "pool"))
-    assert "│ 2 failed" in shown and "│ step 40" in shown and "│ 1:58:20 ago" in shown
+    over = text(run, 8000.0)
+    roles |= {name: {"phase": "up", "restarts": 0, "detail": ""} for name in roles}
+    write_status(run, "launch", {"roles": roles})
+    for shown in (over, text(run, 8000.0)):  # and of one whose launcher was killed
+        old = ("away", "engine up", "in flight", "tokens/s", "wait 0.5", "pool", "leased", "4 of 8")
+        assert not any(word in shown for word in old)
+        assert "│ 2 failed" in shown and "│ step 40" in shown and "│ 1:58:20 ago" in shown and "7 waiting" in shown
+    with hold(run):
+        shown = text(run, 8000.0)
+    assert "5 leased" in shown and "4 of 8" in shown and "(away)" in shown
 
 
 def test_a_narrow_terminal_has_the_policies_side_by_side(run: Path):
