@@ -122,15 +122,24 @@ def test_a_line_of_several_seeds_is_of_those_that_have_a_value(page: Path):
     async def read(opened: Browser) -> None:
         await opened.open(page)
 
-        async def lines(column: str) -> list[str]:
-            first = "{name: 'm-0', policies: {}, column: {x: [0, 10], y: [1, 2]}}"
-            runs = f"[{first}, {{name: 'm-1', policies: {{}}, column: {column}}}]"
-            series = f"seriesOf([{{runs: {runs}, policy: '', look: {{}}}}], (run) => run.column)"
-            return await opened.run(f"{series}.map((one) => `${{one.label}}: ${{one.x}}`)")
+        first = "{name: 'm-0', policies: {}, column: {x: [0, 10], y: [1, 2]}}"
 
-        assert await lines("{x: [10], y: [1]}") == ["m-0, 2 seeds: 10"]
-        assert await lines("null") == ["m-0: 0,10"], "a seed that has just begun is none of them"
-        assert await lines("{x: [5], y: [1]}") == ["m-0: 0,10", "m-1: 5"], "no step has both"
+        async def lines(column: str) -> list[str]:
+            second = f"{{name: 'm-1', policies: {{}}, column: {column}}}"
+            looks = "look: {colour: 'red'}, looks: ['green', 'blue', 'gold'].map((colour) => ({colour}))"
+            line = f"{{runs: [{first}, {second}, {third}], policy: '', {looks}}}"
+            series = f"seriesOf([{line}], (run) => run.column)"
+            return await opened.run(f"{series}.map((one) => `${{one.label}}: ${{one.x}} ${{one.colour}}`)")
+
+        third = "{name: 'm-2', policies: {}, column: null}"
+        assert await lines("{x: [0, 10, 20], y: [1, 2, 3]}") == ["m-0, 2 seeds: 0,10 red"]
+        assert await lines("null") == ["m-0: 0,10 red"], "a seed that has not begun is none of them"
+        assert await lines("{x: [5], y: [1]}") == ["m-0: 0,10 red", "m-1: 5 blue"], "no step has both"
+        assert await lines("{x: [10], y: [1]}") == ["m-0: 0,10 red", "m-1: 10 blue"], "a mean of one point"
+        third = "{name: 'm-2', policies: {}, column: {x: [0, 10], y: [3, 4]}}"
+        assert await lines("{x: [0], y: [1]}") == ["m-0, 2 seeds: 0,10 red", "m-1: 0 blue"], "one has just begun"
+        first, third = (f"{{name: 'm-{seed}', policies: {{}}, column: {{x: [0], y: [1]}}}}" for seed in (0, 2))
+        assert await lines("{x: [0], y: [1]}") == ["m-0, 3 seeds: 0 red"], "all have just begun"
 
     visit(read)
 

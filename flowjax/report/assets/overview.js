@@ -53,26 +53,42 @@ function problemsOf() {
 
 // The lines of all charts: one for each method and policy, with the same colour in every chart.
 function linesOf() {
-  return DATA.methods.flatMap((members) => {
+  const lines = DATA.methods.flatMap((members) => {
     const runs = members.map((member) => DATA.runs[member]), policies = policiesOf(runs);
     return (policies.length ? policies : [""]).map((policy) => ({runs, policy, isFirst: policy === (policies[0] || "")}));
-  }).map((line, i) => ({...line, look: lookOf(i)}));
+  });
+  let next = lines.length;  // looks of seeds that are drawn by themselves
+  return lines.map((line, i) => ({...line, look: lookOf(i), looks: line.runs.map(() => lookOf(next++))}));
 }
 function policiesOf(runs) { return [...new Set(runs.flatMap((run) => Object.keys(run.policies)))]; }
 
-// One series for each line: a single run as it is, several seeds as their mean with the band of all of them. Those that
-// share no step have no mean, and each is drawn by itself.
+// One series for each line: a single run as it is, several seeds as their mean with the band of all of them. A seed that
+// shares no two steps with the others is drawn by itself: it would leave their mean a single point.
 function seriesOf(lines, columnOf, named = true) {
-  return lines.flatMap(({runs, policy, look}) => {
+  return lines.flatMap(({runs, policy, look, looks}) => {
     const having = runs.filter((run) => columnOf(run, policy)), columns = having.map((run) => columnOf(run, policy));
     const several = named && policiesOf(runs).length > 1;
     const label = (of) => [DATA.methods.length > 1 || !several || of.length < runs.length ? of[0].name : "", several ? policy : "", of.length > 1 ? `${of.length} seeds` : ""].filter(Boolean).join(", ");
-    const mean = columns.length > 1 ? banded(columns) : null;
-    return mean?.x.length ? [{label: label(having), ...look, ...mean, band: true, marks: columns[0].marks}] : columns.map((one, i) => ({label: label([having[i]]), ...look, ...one}));
+    const together = sharing(columns), alone = columns.map((_, i) => [i]).filter(([i]) => !together.includes(i));
+    return [together, ...alone].filter((those) => those.length).map((those) => ({label: label(those.map((i) => having[i])), ...(those === together ? look : looks[runs.indexOf(having[those[0]])]),
+      ...(those.length > 1 ? {...banded(those.map((i) => columns[i])), band: true, marks: columns[those[0]].marks} : columns[those[0]])}));
   });
 }
 function trained(metric) {
   return seriesOf(linesOf(), (run, policy) => run.policies[policy]?.metrics[metric] && {x: run.policies[policy].step, y: run.policies[policy].metrics[metric]});
+}
+// Indices of the columns that make one mean: from the longest on, each that has two steps in common with those before it,
+// or one where none has more.
+function sharing(columns) {
+  const steps = columns.map((one) => one.x.filter((_, i) => isNumber(one.y[i]) || isName(one.y[i])));
+  const order = columns.map((_, i) => i).sort((a, b) => steps[b].length - steps[a].length), enough = steps[order[0]]?.length > 1 ? 2 : 1;
+  let shared = new Set(steps[order[0]]);
+  const found = order.slice(0, 1);
+  for (const i of order.slice(1)) {
+    const both = steps[i].filter((step) => shared.has(step));
+    if (both.length >= enough) { found.push(i); shared = new Set(both); }
+  }
+  return found.sort((a, b) => a - b);
 }
 function banded(columns) {
   const byStep = new Map();
