@@ -200,7 +200,7 @@ def _play(config: ConfigDict) -> dict[str, Any]:
     """Settings of play by field. Options of the world are there with their defaults, those of a source as given."""
     settings = {field: attrgetter(field)(config) for field in _PLAY}
     options = config.env.options.to_dict()
-    with contextlib.suppress(WorldError):  # a world of another program has no defaults here
+    with contextlib.suppress(Exception):  # a user's world that is not here, or has changed since, may fail in any way
         made = find_world(config.env.name)(**options).options
         options = {each.name: getattr(made, each.name) for each in fields(made)}
     settings |= {f"env.options.{name}": value for name, value in options.items()}
