@@ -8,7 +8,7 @@ import pytest
 
 from flowjax.config import ConfigError, default_config
 from flowjax.dataflow.ledger import open_tables
-from flowjax.files import replace_file
+from flowjax.files import replace_file, sampled_digest_of
 from flowjax.monitor.token import VARIABLE, known_token, make_token
 
 
@@ -21,6 +21,19 @@ def test_a_file_is_replaced_whole(tmp_path):
     replace_file(path, "one")
     replace_file(path, "two", durable=False)
     assert path.read_text() == "two" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_sampled_digest_is_of_the_length_and_of_pieces_all_over(tmp_path):
+    path, content = tmp_path / "file", bytearray(9_000_000)
+    digests = set()
+    for at in (0, 4_500_000, 8_998_000):
+        path.write_bytes(content[:at] + bytes([1] * 9000) + content[at + 9000 :])
+        digests.add(sampled_digest_of(path))
+    path.write_bytes(content)
+    assert sampled_digest_of(path) == sampled_digest_of(path)
+    digests.add(sampled_digest_of(path))
+    path.write_bytes(content[:-1])
+    assert len(digests | {sampled_digest_of(path)}) == 5
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,54 @@ def test_an_index_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         started(tmp_path, "--compress=IVF64,SQ8")
     assert list(tmp_path.iterdir()) == []
+
+
+DENSE = [["--index=dense"], ["--index=dense", "--compress=Flat"]]
+
+
+def start(path: Path, seed: int, *flags: str) -> tuple[Any, Any]:
+    """Documents and index of a server over 200 generated passages."""
+    given = ["--documents=200", f"--corpus_seed={seed}", "--encoder=letter_encoder:encode", f"--index_path={path}"]
+    return server.load(server.read_arguments([*given, *flags]))
+
+
+@pytest.mark.parametrize("flags", DENSE)
+def test_a_dense_index_has_its_name_only_once_what_it_was_made_of_is_there(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def killed(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / ("made.index" if "--compress=Flat" in flags else "made.npy")
+    monkeypatch.setattr(index_module, "replace_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        start(path, 1, *flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", DENSE)
+def test_a_dense_index_that_another_server_replaced_is_refused(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / ("made.index" if "--compress=Flat" in flags else "made.npy")
+    real = index_module.replace_file
+
+    def meanwhile(note: Path, text: str) -> None:
+        monkeypatch.setattr(index_module, "replace_file", real)
+        real(note, text)
+        with ThreadPoolExecutor(1) as other:  # a thread has unfinished files of its own, as a process has
+            other.submit(start, path, 1, *flags).result()
+
+    monkeypatch.setattr(index_module, "replace_file", meanwhile)
+    documents, index = start(path, 0, *flags)
+    assert index.search([documents[5].contents], 1)[0][0][0] == 5
+    for seed in (0, 1):
+        with pytest.raises(WorldError, match=r"was made of, or with, something else .*: remove it to have it made"):
+            start(path, seed, *flags)
+    path.unlink()
+    for _ in range(2):
+        documents, index = start(path, 1, *flags)
+        assert index.search([documents[5].contents], 1)[0][0][0] == 5
 
 
 def test_two_servers_that_make_one_index_keep_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Int
 
 from flowjax.envs import NotReady, Split, WorldError, check_characters
 from flowjax.grading.answers import normalise_answer
+from flowjax.records import state_key
 
 # Every syllable has three letters and ends in one that English stemming leaves alone, so that a name can be split into
 # its syllables, and no two names share a stem.
@@ -47,6 +48,7 @@ MAX_HOPS = 4
 MAX_WALKS = 20_000_000  # need 1 GB of memory while they are drawn
 _KIND_NAMES = tuple(KINDS)
 _BLOCK = 1 << 26  # bytes of a corpus that are scanned at once
+_DIGESTED = 1000  # passages in a digest, or up to twice as many, spread over all of them
 
 CORPUS = "corpus.jsonl"
 _FILES: dict[Split, str] = {"train": "train", "held_out": "test"}
@@ -290,6 +292,12 @@ def pages(documents: Sequence[Document]) -> dict[str, int]:
     for row, passage in enumerate(documents):
         found.setdefault(passage.url, row)
     return found
+
+
+def digest(documents: Sequence[Document]) -> str:
+    """Digest of a sample of the passages, spread over all of them, to recognise a corpus."""
+    rows = range(0, len(documents), max(len(documents) // _DIGESTED, 1))
+    return f"{state_key(*(documents[row].contents for row in rows)):016x}"
 
 
 def _line_starts(data: mmap.mmap) -> np.ndarray:

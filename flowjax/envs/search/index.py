@@ -21,8 +21,7 @@ from jaxtyping import Float, Int
 from flowjax.envs import NotReady, WorldError
 from flowjax.envs.search.corpus import CORPUS, Corpus, Document, encyclopedia, pages
 from flowjax.fields import load_named
-from flowjax.files import new_file, new_folder, replace_file
-from flowjax.records import state_key
+from flowjax.files import new_file, new_folder, replace_file, sampled_digest_of
 
 Scored = list[tuple[int, float]]  # rows and their scores, best first
 Encoder = Callable[[Sequence[str], Literal["query", "passage"]], Float[np.ndarray, "texts width"]]
@@ -32,7 +31,6 @@ _BLOCK = 1024  # passages encoded at once
 ADDED_AT_ONCE = 16_384  # vectors in memory while an index is compressed
 SAMPLED = 16  # of these blocks, or up to twice as many, spread over all passages, train its cells and codes
 _TIED = 16  # further passages asked of faiss, so that ties at the end can be ordered by row
-_DIGESTED = 1000  # passages in a digest, or up to twice as many, spread over all of them
 MAX_TOKENS = 256  # of a passage that a folder's encoder reads
 _ENCODED_AT_ONCE = 64
 
@@ -72,8 +70,7 @@ class BM25Index:
         """Save to a folder, atomically, with what it was made of. One that another process made meanwhile stays."""
         with contextlib.suppress(FileExistsError), new_folder(Path(folder)) as unfinished:
             self._bm25.save(str(unfinished), show_progress=False)
-            if made is not None:
-                keep_how_made(unfinished, made)
+            _keep_how_made(unfinished, made, unfinished)
 
     def _read(self) -> None:
         scores = self._bm25.scores
@@ -117,14 +114,17 @@ class DenseIndex:
         self.passages = int(len(vectors) if isinstance(vectors, np.ndarray) else vectors.ntotal)
 
     @classmethod
-    def build(cls, texts: Sequence[str], encode: Encoder, save_to: Path | None = None) -> "DenseIndex":
-        """Encode every text; with `save_to`, a .npy file, save the vectors there."""
+    def build(
+        cls, texts: Sequence[str], encode: Encoder, save_to: Path | None = None, made: Mapping[str, Any] | None = None
+    ) -> "DenseIndex":
+        """Encode every text; with `save_to`, a .npy file, save the vectors there, and beside them what they are of."""
         if save_to is not None and save_to.suffix != ".npy":
             raise WorldError(f"--index_path={save_to} is not there and can be made only as a .npy file: name it so")
         vectors = encode_passages(texts, encode)
         if save_to is not None:
             with new_file(save_to) as unfinished:
                 np.save(unfinished, vectors)
+                _keep_how_made(save_to, made, unfinished)
         return cls(encode, vectors)
 
     @classmethod
@@ -213,8 +213,9 @@ def read_vectors(path: Path) -> tuple[Vectors, int]:
     return lambda start, end: index.reconstruct_n(start, end - start), int(index.ntotal)
 
 
-def compress(vectors: Vectors, passages: int, form: str, path: Path) -> None:
-    """Write a faiss index of the given form, a faiss factory string, adding a block of vectors at a time.
+def compress(vectors: Vectors, passages: int, form: str, path: Path, made: Mapping[str, Any] | None = None) -> None:
+    """Write a faiss index of the given form, a faiss factory string, adding a block of vectors at a time; and beside it
+    what it was made of.
 
     Raises:
         WorldError: faiss is not installed, or cannot make an index of that form from so many passages.
@@ -234,16 +235,11 @@ def compress(vectors: Vectors, passages: int, form: str, path: Path) -> None:
         index.add(block(start))
     with new_file(path) as unfinished:
         faiss.write_index(index, str(unfinished))
-
-
-def digest(documents: Sequence[Document]) -> str:
-    """Digest of a sample of the passages, spread over all of them, to recognise a corpus."""
-    rows = range(0, len(documents), max(len(documents) // _DIGESTED, 1))
-    return f"{state_key(*(documents[row].contents for row in rows)):016x}"
+        _keep_how_made(path, made, unfinished)
 
 
 def kept(path: Path, wanted: Mapping[str, Any], load: Callable[[Path], Any]) -> Any:
-    """The index at a path. The file that `keep_how_made` wrote must agree with `wanted`; an index made by other
+    """The index at a path. The file that `_keep_how_made` wrote must agree with `wanted`; an index made by other
     programs has no such file, and is accepted.
 
     Raises:
@@ -251,6 +247,7 @@ def kept(path: Path, wanted: Mapping[str, Any], load: Callable[[Path], Any]) -> 
     """
     note = _how_made_at(path)
     try:
+        wanted = {**wanted, **_of_file(path)}
         made = json.loads(note.read_text()) if note.exists() else wanted
         others = [
             f"{name} {made.get(name)!r}, here {value!r}" for name, value in wanted.items() if made.get(name) != value
@@ -282,9 +279,16 @@ def try_writing(path: Path) -> None:
         raise WorldError(f"--index_path={path} cannot be written ({error}): give another") from error
 
 
-def keep_how_made(path: Path, made: Mapping[str, Any]) -> None:
-    """Write a file, in an index's folder or beside its file, that says from what, and how, the index was made."""
-    replace_file(_how_made_at(path), json.dumps(made, indent=1))
+def _keep_how_made(path: Path, made: Mapping[str, Any] | None, unfinished: Path) -> None:
+    """Write a file, in an index's folder or beside its file, that says from what, and how, the index was made. It is
+    there before the index has its name `path`, so that none is taken for another program's after a crash."""
+    if made is not None:
+        replace_file(_how_made_at(path), json.dumps({**made, **_of_file(unfinished)}, indent=1))
+
+
+def _of_file(path: Path) -> dict[str, str]:
+    """Digest of an index's file: of two servers that make one at once, one may write it, the other its note."""
+    return {} if path.is_dir() else {"file_digest": sampled_digest_of(path)[:16]}
 
 
 def _how_made_at(path: Path) -> Path:

@@ -34,7 +34,7 @@ import numpy as np
 from aiohttp import web
 
 from flowjax.envs import WorldError
-from flowjax.envs.search.corpus import HOW_TO_GET, Corpus, Document, encyclopedia, pages
+from flowjax.envs.search.corpus import HOW_TO_GET, Corpus, Document, digest, encyclopedia, pages
 from flowjax.envs.search.index import (
     BM25Index,
     DenseIndex,
@@ -42,9 +42,7 @@ from flowjax.envs.search.index import (
     Index,
     Scored,
     compress,
-    digest,
     encode_passages,
-    keep_how_made,
     kept,
     load_encoder,
     read_vectors,
@@ -332,17 +330,13 @@ def load(arguments: argparse.Namespace) -> tuple[Sequence[Document], Index]:
 def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) -> BM25Index | DenseIndex:
     path = Path(arguments.index_path) if arguments.index_path else None
     encode = load_encoder(arguments.encoder) if arguments.index == "dense" else None
-    made = _how_made(arguments, documents)
     if path is not None and path.exists():
-        index = kept(path, made, BM25Index.load if encode is None else lambda path: DenseIndex.load(path, encode))
+        read = BM25Index.load if encode is None else lambda path: DenseIndex.load(path, encode)
+        index = kept(path, _how_made(arguments, documents), read)
     else:
         if path is not None:
             try_writing(path)
         index = _make_index(arguments, documents, encode, path)
-        if path is not None and isinstance(index, BM25Index):
-            index.save(path, made)
-        elif path is not None:
-            keep_how_made(path, made)
     if isinstance(index, DenseIndex):
         if arguments.search_with:
             index.search_with(arguments.search_with)
@@ -377,8 +371,14 @@ def _make_index(
 ) -> BM25Index | DenseIndex:
     if encode is not None and arguments.compress:
         return _compressed(arguments, documents, encode, path)
+    made = _how_made(arguments, documents)
     texts = [passage.contents for passage in documents]
-    return BM25Index(texts) if encode is None else DenseIndex.build(texts, encode, save_to=path)
+    if encode is not None:
+        return DenseIndex.build(texts, encode, path, made)
+    index = BM25Index(texts)
+    if path is not None:
+        index.save(path, made)
+    return index
 
 
 def _compressed(
@@ -393,7 +393,7 @@ def _compressed(
     vectors, count = read_vectors(Path(arguments.vectors)) if arguments.vectors else (encoded, len(documents))
     if count != len(documents):
         raise WorldError(f"--vectors={arguments.vectors} holds {count} passages and the corpus {len(documents)}")
-    compress(vectors, count, arguments.compress, path)
+    compress(vectors, count, arguments.compress, path, _how_made(arguments, documents))
     return DenseIndex.load(path, encode)
 
 
