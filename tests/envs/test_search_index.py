@@ -366,6 +366,33 @@ def test_an_encoder_that_gives_no_numbers_finds_nothing(monkeypatch: pytest.Monk
         server.load(server.read_arguments(given))
 
 
+def nothing_of_digits(texts: Sequence[str], role: str) -> np.ndarray:
+    vectors = letter_encoder.encode(texts, role)
+    vectors[[not any(map(str.isalpha, text)) for text in texts]] = np.nan
+    return vectors
+
+
+@pytest.mark.parametrize("library", ["faiss", "numpy"])
+@pytest.mark.parametrize("row", [0, 2])
+def test_a_passage_without_numbers_is_not_found_and_the_others_are(
+    row: int, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if library == "numpy":
+        monkeypatch.setattr(index_module, "_faiss", lambda: None)
+    texts = ["lake como", "river town", "zebra"]
+    texts.insert(row, "12 345")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"id": "0", "contents": text}) + "\n" for text in texts))
+    given = [f"--corpus={corpus}", "--index=dense", "--encoder=test_search_index:nothing_of_digits"]
+    _, index = server.load(server.read_arguments(given))
+    assert [[texts[row] for row, _ in found] for found in index.search(["zebra", "42", "lake como"], 1)] == [
+        ["zebra"],
+        [],
+        ["lake como"],
+    ]
+    assert len(index.search(["zebra"], 4)[0]) == 3
+
+
 def test_what_makes_no_compressed_index_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(WorldError, match=r"--compress=IVF64,XY: faiss makes no such index of 3000 passages"):
         started(tmp_path, "--compress=IVF64,XY")

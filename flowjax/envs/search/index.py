@@ -156,7 +156,8 @@ class DenseIndex:
             # Of equal scores faiss may keep any: `_TIED` more are asked for, so that the lowest rows are among them.
             scores, rows = self._index.search(wanted, min(count + _TIED, self.passages))
             return [_ordered(row[row >= 0], score[row >= 0])[:count] for row, score in zip(rows, scores, strict=True)]
-        return [_best(scores, count, -np.inf) for scores in wanted @ self._vectors.T]
+        # As with faiss, a passage or a query whose numbers are NaN is not found: `fmax` takes the other number.
+        return [_best(np.fmax(scores, -np.inf), count, -np.inf) for scores in wanted @ self._vectors.T]
 
 
 def encode_passages(texts: Sequence[str], encode: Encoder) -> Float[np.ndarray, "passages width"]:
@@ -171,7 +172,7 @@ def _best(scores: Float[np.ndarray, "rows"], count: int, floor: float) -> Scored
     best: Scored = []
     for _ in range(min(count, len(scores))):
         row = int(scores.argmax())
-        if not scores[row] > floor:  # also where it is NaN
+        if scores[row] <= floor:
             break
         best.append((row, float(scores[row])))
         scores[row] = floor
@@ -280,8 +281,7 @@ def try_writing(path: Path) -> None:
 
 
 def _keep_how_made(path: Path, made: Mapping[str, Any] | None, unfinished: Path) -> None:
-    """Write a file, in an index's folder or beside its file, that says from what, and how, the index was made. It is
-    there before the index has its name `path`, so that none is taken for another program's after a crash."""
+    """Write, in an index's folder or beside its file, from what and how it was made, before it has its name `path`."""
     if made is not None:
         replace_file(_how_made_at(path), json.dumps({**made, **_of_file(unfinished)}, indent=1))
 

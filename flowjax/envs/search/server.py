@@ -56,6 +56,7 @@ MAX_QUERIES = 1024  # in one request
 MAX_URLS = 64
 MAX_TOPK = 100
 MAX_QUERY_CHARACTERS = 4000
+TRIED = 16  # passages that a dense index is tried with: of one without a letter an encoder may make no numbers
 DEFAULT_TOPK, DEFAULT_MIN_WORDS = 3, 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -340,7 +341,7 @@ def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) ->
     if isinstance(index, DenseIndex):
         if arguments.search_with:
             index.search_with(arguments.search_with)
-        _try_search(arguments, index, documents[0])
+        _try_search(arguments, index, [documents[row].contents for row in range(min(TRIED, len(documents)))])
     return index
 
 
@@ -354,9 +355,9 @@ def _how_made(arguments: argparse.Namespace, documents: Sequence[Document]) -> d
     return {"passages": len(documents), "contents": digest(documents)} | {k: v for k, v in given.items() if v}
 
 
-def _try_search(arguments: argparse.Namespace, index: DenseIndex, passage: Document) -> None:
+def _try_search(arguments: argparse.Namespace, index: DenseIndex, texts: Sequence[str]) -> None:
     try:
-        why = "" if index.search([passage.contents], 1)[0] else "nothing is found"
+        why = "" if any(index.search(texts, 1)) else "nothing is found"
     except Exception as error:  # of a user's encoder, or of faiss
         why = f"{type(error).__name__}: {error}"
     if why:
