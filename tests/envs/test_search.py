@@ -374,6 +374,22 @@ def test_the_expert_knows_a_title_by_its_words(tmp_path: Path):
     assert env.step(world.expert(env)).outcome["success"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("title", "named"), [("The Crash", "Crash"), ("C language", "C++ language"), ("AC/DC", "ACDC")]
+)
+def test_the_expert_takes_no_other_title_for_the_one_named(title: str, named: str, tmp_path: Path):
+    line = {"id": "9", "title": title, "text": f"{named} is not {title}."}
+    (tmp_path / "corpus.jsonl").write_text(json.dumps(line) + "\n")
+    asked = {"question": "Who made it?", "answer": "Nobody", "metadata": {"chain": [named, "Nobody"]}}
+    (tmp_path / "test.jsonl").write_text(json.dumps(asked))
+    world = Search(path=str(tmp_path))
+    env = world.env()
+    env.reset(take(world.tasks("held_out", 0), 0), 0)
+    for _ in range(2):
+        assert world.expert(env) == f"search[{named}]"
+        env.step(world.expert(env))
+
+
 def test_passages_of_one_id_are_two_states(tmp_path: Path):
     build(tmp_path, seed=3, documents=200, train=1, held_out=1, hops=[2])
     with (tmp_path / "corpus.jsonl").open("w") as file:

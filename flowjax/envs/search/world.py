@@ -267,8 +267,9 @@ class Search(World):
         """
         question = env.question
         way = question.chain[:-1] or (question.text,)
-        there = {normalise_answer(name) for name in (env.latest if question.chain else env.queries[-1:])}
-        reached = max((place for place, name in enumerate(way) if normalise_answer(name) in there), default=-1)
+        # Articles and marks tell titles apart ("C" and "C++"), so names are not compared as answers are.
+        there = {tuple(name.casefold().split()) for name in (env.latest if question.chain else env.queries[-1:])}
+        reached = max((at for at, name in enumerate(way) if tuple(name.casefold().split()) in there), default=-1)
         if reached + 1 < len(way):
             early = state_key("early", question.text) % 1000 < 1000 * self.options.early_share
             return action_of("answer" if early and reached >= 0 else "search", way[reached + 1])
