@@ -31,7 +31,7 @@ from flowjax.credit.table import (
     segment_statistics,
     segment_total,
     state_visits,
-    table_from_columns,
+    trial_tables,
     whiten,
 )
 from flowjax.fields import Interval, declared_types, load_named, nearest, option_problems
@@ -77,16 +77,9 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_tried(name: str, options: Mapping[str, Any]) -> None:
-    """Raise CreditError unless the estimator gives a finite number per row of a table of three groups: two episodes of
-    which one succeeds, two that score alike, and one alone. Each episode has two turns."""
-    row = np.arange(10)
-    episode, turn = row // 2, row % 2
-    states = {"state": turn + 3 * (episode // 2), "next_state": turn + 1 + 3 * (episode // 2)}
-    table = table_from_columns(
-        {"group": episode // 2, "trajectory": episode, "step": turn, "valid": row >= 0, "terminal": turn == 1}
-        | states
-        | {"reward": ((episode == 1) & (turn == 1)) * 1.0, "score": (episode == 1) * 1.0}
-    )
+    """Raise CreditError unless the estimator gives a finite number per row of `trial_tables`, the same ones where there
+    are more rows that do not count."""
+    table, with_uncounted = trial_tables()
     try:
         found = np.asarray(estimate(table, name, **options))
         why = "" if found.shape == table.mask.shape else f"gives {found.shape} for a table of {table.mask.shape} rows"
@@ -95,6 +88,11 @@ def _check_tried(name: str, options: Mapping[str, Any]) -> None:
             if not why and not np.isfinite(given).all():
                 lost = " (the others of its group may fail: 0 is right there)" if group == "one episode" else ""
                 why = f"gives {given} for a group of {group}, of two turns each{lost}"
+        if not why:
+            expected, again = np.append(found[:10], [0, 0]), np.asarray(estimate(with_uncounted, name, **options))[:12]
+            for row in np.flatnonzero(~np.isclose(again, expected, rtol=1e-3, atol=1e-5))[:1]:
+                why = f"gives row {row} {again[row]:g} instead of {expected[row]:g} once a failed episode and more "
+                why += "padding are in the table: let rows whose `mask` is False have 0, and no part in any statistic"
     except Exception as error:  # it may fail in any way
         why = f"fails on a table of five episodes ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if why:

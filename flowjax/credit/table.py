@@ -162,6 +162,20 @@ def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None 
     return TurnTable(**jax.device_put(padded))  # moved once, not anew for each estimator
 
 
+def trial_tables() -> tuple[TurnTable, TurnTable]:
+    """Tables to try an estimator on: three groups, two episodes of which one succeeds, two that score alike, and one
+    alone, each of two turns; and the same rows before a failed episode of the first group and more padding."""
+    row = np.arange(12)
+    episode, turn = row // 2, row % 2
+    group = np.array([0, 0, 1, 1, 2, 0])[episode]
+    states = {"state": turn + 3 * group, "next_state": turn + 1 + 3 * group}
+    columns = {"group": group, "trajectory": episode, "step": turn, "valid": row >= 0, "terminal": turn == 1} | states
+    columns |= {"score": (episode == 1) * 1.0, "mask": episode < 5}
+    columns |= {"reward": ((episode == 1) & (turn == 1)) * 1.0}
+    counted = table_from_columns({name: column[:10] for name, column in columns.items()})
+    return counted, table_from_columns(columns, pad_to=TABLE_GROWTH * SMALLEST_TABLE)
+
+
 def table_rows(turns: int) -> int:
     """Rows of the smallest padded table that holds this number of turns."""
     rows = SMALLEST_TABLE

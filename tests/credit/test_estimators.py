@@ -317,12 +317,19 @@ def test_an_estimator_of_ones_own():
         ("not_finite", "gives .nan .* for a group of scores 0 and 1, of two turns each"),
         ("by_the_bare_deviation", "gives .nan .* for a group of equal scores, of two turns each"),
         ("beside_the_others", "gives .nan .* for a group of one episode, .* .the others of its group may fail: 0 is"),
+        ("over_all_rows", "gives row 0 -0.00195.* instead of -0.0078.* once a failed episode and more padding are in"),
+        ("unmasked", "gives row 10 1 instead of 0 once .*: let rows whose `mask` is False have 0, and no part in any"),
         ("SEVERAL_STEPS", "is no function or class"),
     ],
 )
 def test_an_estimator_of_ones_own_that_fails_is_refused(name: str, message: str):
     with pytest.raises(CreditError, match=f"config.credit.name is '{__name__}:{name}', which {message}"):
         check_options(f"{__name__}:{name}", {})
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_rows_that_do_not_count_change_nothing(name: str):
+    check_options(ESTIMATORS[name], {})  # by its path, as one of the user's own
 
 
 def all_the_same(table, *, value: float = 1.0):
@@ -335,6 +342,14 @@ def without_a_default(table, *, value: float):
 
 def one_number(table):
     return table.score.mean()
+
+
+def over_all_rows(table):
+    return jnp.where(table.mask, table.score - table.score.mean(), 0.0)
+
+
+def unmasked(table):
+    return table.score + 1.0
 
 
 def not_finite(table):
