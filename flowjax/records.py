@@ -239,6 +239,29 @@ def pack(message: Any) -> bytes:
     return cast(bytes, msgpack.packb(envelope, default=_pack_value, use_bin_type=True))
 
 
+_PLAIN = {str, bytes, int, float, bool, type(None)}  # types of keys that are read as they were written
+
+
+def unreadable_key(message: Any) -> Any:
+    """A key that could be written and not read: a tuple comes back as a list, which no map takes. None: there is none.
+
+    Checked by types, since reading the bytes again takes longer: 6 ms for a map of 20,000 numbers, this 1.
+    """
+    if isinstance(message, list | tuple):
+        values = message
+    elif isinstance(message, Mapping):
+        if not _PLAIN.issuperset(map(type, message)):
+            for key in message:
+                if not isinstance(key, (*_PLAIN, np.generic)):  # members of a StrEnum are texts, too
+                    return key
+        values = message.values()
+    else:
+        return None
+    if _PLAIN.issuperset(map(type, values)):
+        return None
+    return next((key for value in values if (key := unreadable_key(value)) is not None), None)
+
+
 def unpack(data: bytes, *, most_elements: int | None = None) -> Any:
     """The message in `data`.
 

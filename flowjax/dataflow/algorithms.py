@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from flowjax.config import ConfigError
 from flowjax.credit.table import are_equal
 from flowjax.fields import declared_types, load_named, option_problems
-from flowjax.records import Group, Task, pack, state_key, unpack
+from flowjax.records import Group, Task, pack, state_key, unpack, unreadable_key
 from flowjax.rewards import trajectory_scores
 
 K = TypeVar("K")
@@ -135,7 +135,12 @@ class Algorithm:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the attributes to what `state` returned before the restart."""
         for name, value in state.items():
-            setattr(self, name, value)
+            before = getattr(self, name, None)
+            if isinstance(before, dict) and type(before) is not dict:  # a defaultdict or Counter is read as dict
+                before.clear()
+                before.update(value)
+            else:
+                setattr(self, name, value)
 
 
 class Table(MutableMapping[K, V]):
@@ -346,7 +351,11 @@ class Chain:
             for attribute, table in tables.items()
             for key in table.changed
         ]
-        return _pack(whole), rows
+        packed, algorithm = _pack(whole), self.by_name[name]
+        if type(algorithm).restore is Algorithm.restore:
+            for attribute in (each for each in state if not hasattr(algorithm, each)):
+                raise ValueError(f"it has no attribute {attribute} to restore: name an attribute, or write restore")
+        return packed, rows
 
     def _learn(self, hook: str, *args: Any, key: Hashable, read: Callable[[Any], Any] | None = None) -> list[Any]:
         """Answers of all algorithms. Each is asked once: if a full disk refuses what they learned, the same call comes
@@ -390,35 +399,13 @@ def _pack(state: Any) -> bytes:
         TypeError: it holds something that msgpack cannot write, or would not read back.
     """
     try:
-        if (key := _unreadable_key(state)) is not None:
+        if (key := unreadable_key(state)) is not None:
             raise TypeError(f"it has a map with the key {key!r}")
         return pack(state)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{error}: let it be numbers, strings, lists, and maps of them whose keys are numbers or strings"
         ) from error
-
-
-_PLAIN = {str, bytes, int, float, bool, type(None)}  # types of keys that are read as they were written
-
-
-def _unreadable_key(state: Any) -> Any:
-    """A key that could be written and not read: a tuple comes back as a list, which no map takes. None: there is none.
-
-    Checked by types, since reading the bytes again takes longer: 6 ms for a map of 20,000 numbers, this 1."""
-    if isinstance(state, list | tuple):
-        values = state
-    elif isinstance(state, Mapping):
-        if not _PLAIN.issuperset(map(type, state)):
-            for key in state:
-                if not isinstance(key, (*_PLAIN, np.generic)):  # members of a StrEnum are texts, too
-                    return key
-        values = state.values()
-    else:
-        return None
-    if _PLAIN.issuperset(map(type, values)):
-        return None
-    return next((key for value in values if (key := _unreadable_key(value)) is not None), None)
 
 
 def _yes_or_no(answer: Any) -> bool:

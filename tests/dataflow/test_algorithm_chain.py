@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter, defaultdict
 from enum import StrEnum
 from pathlib import Path
 
@@ -166,6 +167,53 @@ def test_a_table_knows_what_has_changed():
     table.setdefault("c", 4)
     table.pop("b")
     assert table.changed == {"a", "b", "c"} and dict(table) == {"a": 3, "c": 4}
+
+
+@pytest.mark.parametrize(("name", "value"), [("seen", 1), ("seen", Table())])
+def test_a_state_that_nothing_would_restore_is_refused(name, value):
+    message = r"mine\.state raised ValueError: it has no attribute seen to restore: name an attribute, or write"
+    with (
+        pytest.raises(AlgorithmError, match=message),
+        Chain({"mine": failing("state", lambda: {name: value})}).state_changes(),
+    ):
+        pytest.fail("it would be lost")
+
+
+def test_a_state_of_another_name_is_taken_where_the_algorithm_restores_it():
+    class Renames(Algorithm):
+        _seen = 3
+
+        def state(self):
+            return {"seen": self._seen}
+
+        def restore(self, state):
+            self._seen = state["seen"]
+
+    with Chain({"mine": Renames()}).state_changes() as changes:
+        assert len(changes) == 1
+
+
+def test_a_map_keeps_its_type_when_it_is_restored():
+    class Counts(Algorithm):
+        def __init__(self):
+            self.counted, self.by_source = Counter(), defaultdict(list)
+
+        def keep(self, result):
+            self.counted[result.task.task_id] += 1
+            self.by_source[result.task.source].append(1)
+            return True
+
+        def state(self):
+            return {"counted": self.counted, "by_source": self.by_source}
+
+    before, after = Counts(), Counts()
+    chain = Chain({"mine": before})
+    assert chain.keep(RESULT)
+    with chain.state_changes("keep", ("agent", "g")) as changes:
+        chain = Chain({"mine": after}, changes)
+    assert after.state() == before.state() and chain.keep(RESULT)
+    other = Result("h", Task("u", "toy", 0), "agent", np.zeros(4), np.full(4, 3))
+    assert chain.keep(other) and after.counted == {"t": 2, "u": 1}
 
 
 class Remembers(Algorithm):
