@@ -317,7 +317,7 @@ class Chain:
         self._learn("published", policy, version, key=(policy, version))
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        return {name: self._ask(name, "metrics") for name in self.by_name}
+        return {name: self._ask(name, "metrics", read=_numbers) for name in self.by_name}
 
     @contextlib.contextmanager
     def state_changes(self, hook: str = "", key: Hashable = None) -> Iterator[Sequence[StateRow]]:
@@ -412,6 +412,13 @@ def _yes_or_no(answer: Any) -> bool:
     if not isinstance(answer, bool | np.bool_):  # None, above all: a forgotten return would play or keep nothing
         raise TypeError(f"it answers {answer!r}: give True or False")
     return bool(answer)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    try:  # numpy's numbers are none for JSON
+        return {str(name): each if isinstance(each, int | float) else float(each) for name, each in metrics.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError(f"it answers {metrics!r}: give a map from names to numbers") from error
 
 
 def _mask(trajectories: int, mask: Any) -> np.ndarray:

@@ -211,8 +211,8 @@ def _data(config: ConfigDict) -> Iterator[str]:
 def _data_algorithms(config: ConfigDict) -> None:
     from flowjax.dataflow.algorithms import Chain, build_algorithms
 
-    with Chain(build_algorithms(config)).state_changes():  # packs their states: one that cannot be packed raises now
-        pass
+    with (chain := Chain(build_algorithms(config))).state_changes():  # a state that cannot be packed raises now
+        chain.metrics()  # and so does one that is no number
 
 
 def _templates(run: Run) -> Iterator[str]:

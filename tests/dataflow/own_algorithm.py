@@ -72,6 +72,16 @@ class Forgets(Algorithm):
         return {"_seen": self._seen}
 
 
+class Unmeasured(Algorithm):
+    """Has metrics that are no numbers."""
+
+    def __init__(self, *, seed: int):
+        del seed
+
+    def metrics(self) -> dict[str, float]:  # pyright: ignore[reportReturnType]
+        pass
+
+
 class TooFew(Algorithm):
     """Is asked with more than it takes."""
 

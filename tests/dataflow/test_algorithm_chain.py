@@ -67,11 +67,19 @@ def test_an_algorithm_that_raises_is_named_and_so_for_ever(hook, args):
         ("trains", (RESULT,), [True, False], "trains raised ValueError: cannot reshape array of size 2"),
         ("serve", ([], [], 4), ["a group"], "serve raised AttributeError: 'str' object has no attribute 'group_id'"),
         ("serve", ([], [], 4), None, "serve raised TypeError: 'NoneType' object is not iterable"),
+        ("metrics", (), None, "metrics raised TypeError: it answers None: give a map from names to numbers"),
+        ("metrics", (), {"kept": None}, "metrics raised TypeError: it answers {'kept': None}: give a map from names"),
+        ("metrics", (), {"kept": np.zeros(3)}, "metrics raised TypeError: it answers {'kept': array"),
     ],
 )
 def test_an_answer_that_cannot_be_used_is_named(hook, args, answer, message):
     with pytest.raises(AlgorithmError, match=f"config.dataflow.algorithms.mine.{message}"):
         getattr(Chain({"mine": failing(hook, lambda: answer)}), hook)(*args)
+
+
+def test_metrics_are_numbers_for_json():
+    chain = Chain({"mine": failing("metrics", lambda: {"kept": np.int64(3), "share": np.float32(0.5), "tasks": 2})})
+    assert json.loads(json.dumps(chain.metrics())) == {"mine": {"kept": 3, "share": 0.5, "tasks": 2}}
 
 
 @pytest.mark.parametrize(

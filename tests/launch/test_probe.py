@@ -101,6 +101,7 @@ def test_options_of_a_source_are_refused_under_its_name(shared, own, named):
             "config.dataflow.algorithms.mine.path is json:JSONDecoder, .*Algorithm",
         ),
         ({"mine": {"path": "tests.dataflow.own_algorithm:Forgets"}}, r"config.dataflow.algorithms.mine.state .*set"),
+        ({"mine": {"path": "tests.dataflow.own_algorithm:Unmeasured"}}, r"mine.metrics .*it answers None: give a map"),
     ],
 )
 def test_data_algorithms_that_cannot_be_made_are_refused(algorithms, message):
