@@ -422,7 +422,9 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _mask(trajectories: int, mask: Any) -> np.ndarray:
-    return np.asarray(mask, bool).reshape(trajectories)
+    if (found := np.asarray(mask)).dtype != bool:  # indices, above all: as a mask they would name others
+        raise TypeError(f"it answers {mask!r}: give a mask, True or False for each trajectory")
+    return found.reshape(trajectories)
 
 
 def _each_once(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -65,6 +65,7 @@ def test_an_algorithm_that_raises_is_named_and_so_for_ever(hook, args):
     ("hook", "args", "answer", "message"),
     [
         ("trains", (RESULT,), [True, False], "trains raised ValueError: cannot reshape array of size 2"),
+        ("trains", (RESULT,), np.arange(4), r"trains raised TypeError: it answers array\(.*: give a mask"),
         ("serve", ([], [], 4), ["a group"], "serve raised AttributeError: 'str' object has no attribute 'group_id'"),
         ("serve", ([], [], 4), None, "serve raised TypeError: 'NoneType' object is not iterable"),
         ("metrics", (), None, "metrics raised TypeError: it answers None: give a map from names to numbers"),
