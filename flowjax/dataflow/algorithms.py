@@ -116,7 +116,8 @@ class Algorithm:
     def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
         """Order in which groups go into a batch of `groups` groups: it takes the first ones. `fresh` are groups never
         trained on and within the bound on staleness, in the order of tasks; `used` those trained on, of any age. Must
-        not change state: it is also called with nothing fresh, to learn how many used ones a batch will have."""
+        not change state: it is also called with nothing fresh, to learn how many used ones a batch will have. Where
+        `fresh` fills a batch, the answer has to, too: no task is played in place of a group that it leaves out."""
         del used, groups
         return fresh
 
@@ -310,7 +311,8 @@ class Chain:
 
     def serve(self, fresh: Sequence[Candidate], used: Sequence[Candidate], groups: int) -> Sequence[Candidate]:
         for name in self.by_name:  # each orders what the one before it returned
-            fresh = self._ask(name, "serve", fresh, used, groups, read=_each_once)
+            least = groups if len(fresh) >= groups else 0
+            fresh = self._ask(name, "serve", fresh, used, groups, read=partial(_each_once, least))
         return fresh
 
     def published(self, policy: str, version: int) -> None:
@@ -427,5 +429,8 @@ def _mask(trajectories: int, mask: Any) -> np.ndarray:
     return found.reshape(trajectories)
 
 
-def _each_once(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return list({candidate.group_id: candidate for candidate in candidates}.values())
+def _each_once(least: int, candidates: Sequence[Candidate]) -> list[Candidate]:
+    distinct = list({candidate.group_id: candidate for candidate in candidates}.values())
+    if len(distinct) < least:  # the trainer would wait for ever
+        raise ValueError(f"it answers {len(distinct)} groups, too few for a batch of {least}: put the others last")
+    return distinct

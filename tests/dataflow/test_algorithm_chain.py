@@ -16,13 +16,16 @@ import numpy as np
 import pytest
 
 from flowjax.config import default_config, save_run
-from flowjax.dataflow.algorithms import Algorithm, AlgorithmError, Chain, Result, Table
+from flowjax.dataflow.algorithms import Algorithm, AlgorithmError, Candidate, Chain, Result, Table
 from flowjax.dataflow.server import serve
 from flowjax.records import Task, pack, unpack
 from tests.dataflow import flows
 from tests.dataflow.test_algorithms import GROUPS, MEMBERS, Population
 
 RESULT = Result("g", Task("t", "toy", 0), "agent", np.zeros(4), np.full(4, 3))
+
+
+CANDIDATES = [Candidate("a", 1, 0), Candidate("b", 2, 0), Candidate("c", 3, 0)]
 
 
 def own(name: str, **options) -> dict:
@@ -68,6 +71,7 @@ def test_an_algorithm_that_raises_is_named_and_so_for_ever(hook, args):
         ("trains", (RESULT,), np.arange(4), r"trains raised TypeError: it answers array\(.*: give a mask"),
         ("serve", ([], [], 4), ["a group"], "serve raised AttributeError: 'str' object has no attribute 'group_id'"),
         ("serve", ([], [], 4), None, "serve raised TypeError: 'NoneType' object is not iterable"),
+        ("serve", (CANDIDATES, [], 2), CANDIDATES[:1], "serve raised ValueError: it answers 1 groups, too few for"),
         ("metrics", (), None, "metrics raised TypeError: it answers None: give a map from names to numbers"),
         ("metrics", (), {"kept": None}, "metrics raised TypeError: it answers {'kept': None}: give a map from names"),
         ("metrics", (), {"kept": np.zeros(3)}, "metrics raised TypeError: it answers {'kept': array"),
@@ -76,6 +80,11 @@ def test_an_algorithm_that_raises_is_named_and_so_for_ever(hook, args):
 def test_an_answer_that_cannot_be_used_is_named(hook, args, answer, message):
     with pytest.raises(AlgorithmError, match=f"config.dataflow.algorithms.mine.{message}"):
         getattr(Chain({"mine": failing(hook, lambda: answer)}), hook)(*args)
+
+
+def test_an_order_may_leave_out_what_no_batch_needs_yet():
+    assert Chain({"mine": failing("serve", lambda: CANDIDATES[1:])}).serve(CANDIDATES, [], 2) == CANDIDATES[1:]
+    assert Chain({"mine": failing("serve", lambda: CANDIDATES[1:])}).serve(CANDIDATES, [], 4) == CANDIDATES[1:]
 
 
 def test_metrics_are_numbers_for_json():
