@@ -5,10 +5,11 @@ import difflib
 import inspect
 import logging
 import math
+import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -16,7 +17,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError
 from flowjax.credit.table import are_equal
-from flowjax.fields import declared_types, load_named, option_problems
+from flowjax.fields import Interval, declared_types, load_named, option_problems, type_problem
 from flowjax.records import Group, Task, pack, state_key, unpack, unreadable_key
 from flowjax.rewards import trajectory_scores
 
@@ -90,9 +91,13 @@ class Algorithm:
     take chance from `share_of`, not from a random generator.
     """
 
-    least_group_size = 1  # smallest config.rollout.group_size that it works with
-    fresh_share = 1.0  # of a batch: newly played groups; the rest are replayed
-    keeps_used_versions = 0  # for so many versions `serve` is offered groups that were trained on
+    least_group_size: Annotated[int, Interval(at_least=1)] = 1  # smallest config.rollout.group_size that it works with
+    fresh_share: Annotated[float, Interval(above=0, at_most=1)] = 1.0  # newly played groups of a batch, others replayed
+    # For so many versions `serve` is offered groups that were trained on.
+    keeps_used_versions: Annotated[int, Interval(at_least=0)] = 0
+
+    def __init__(self, *, seed: int):
+        del seed
 
     def choose(self, task: Task, position: int) -> bool:
         """Before the rollout: True to play `task`, the `position`-th of the run's order. Must not change state: another
@@ -226,6 +231,8 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
     kind = load_named(f"{field}.path", path, ConfigError, "give package.module:Class")
     if not (isinstance(kind, type) and Algorithm in kind.__mro__):
         raise ConfigError(f"{field}.path is {path}, which is no subclass of {__name__}.Algorithm")
+    if not {"seed", "**"} & declared_types(kind.__init__).keys():
+        raise ConfigError(f"{field}.path is {path}, whose __init__ takes no seed: write it as (self, *, seed, ...)")
     known = {option: of for option, of in declared_types(kind.__init__).items() if option not in ("self", "seed")}
     for problem in option_problems(field, options, known, repr(name)):
         raise ConfigError(problem)
@@ -235,7 +242,10 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
         raise ConfigError(f"{field} is {options}: {error}") from error
     except Exception as error:
         raise ConfigError(f"{field} cannot be made with {options} ({type(error).__name__}: {error})") from error
-    hooks = dict(inspect.getmembers(Algorithm, inspect.isfunction))
+    for setting, of in typing.get_type_hints(Algorithm, include_extras=True).items():
+        if problem := type_problem(of, value := getattr(algorithm, setting)):
+            raise ConfigError(f"{field}.path is {path}, whose {setting} is {value!r}: {problem}")
+    hooks = {name: hook for name, hook in inspect.getmembers(Algorithm, inspect.isfunction) if name != "__init__"}
     for hook, asked in hooks.items():
         _check_hook(f"{field}.path is {path}, whose {hook}", getattr(algorithm, hook), asked)
     asked_for = {name for name in dir(Algorithm) if not name.startswith("_")}

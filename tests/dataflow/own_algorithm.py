@@ -145,3 +145,35 @@ class MisspeltSetting(Divided):
     """Has a setting that nobody reads."""
 
     fresh_shares = 0.5
+
+
+class Plain(Algorithm):
+    """Has nothing to set up."""
+
+    def keep(self, result: Result) -> bool:
+        return result.informative
+
+
+class Seedless(Algorithm):
+    """Takes no seed."""
+
+    def __init__(self, threshold: float = 0.2):
+        self._threshold = threshold
+
+
+class SharedAsText(Plain):
+    """Has a setting of another type."""
+
+    fresh_share = "0.5"  # pyright: ignore[reportAssignmentType]
+
+
+class SharedTwice(Plain):
+    """Has a setting out of its bounds."""
+
+    fresh_share = 2
+
+
+class OfAnySize(Plain):
+    """Has no smallest size."""
+
+    least_group_size = None  # pyright: ignore[reportAssignmentType]

@@ -34,7 +34,7 @@ def own(name: str, **options) -> dict:
 
 def failing(hook: str, answer):
     """An algorithm whose `hook` is so."""
-    return type("Failing", (Algorithm,), {hook: lambda self, *args: answer()})()
+    return type("Failing", (Algorithm,), {hook: lambda self, *args: answer()})(seed=0)
 
 
 def divide():
@@ -54,7 +54,7 @@ HOOKS = [
 
 @pytest.mark.parametrize(("hook", "args"), HOOKS)
 def test_an_algorithm_that_raises_is_named_and_so_for_ever(hook, args):
-    chain = Chain({"fine": Algorithm(), "mine": failing(hook, divide)})
+    chain = Chain({"fine": Algorithm(seed=0), "mine": failing(hook, divide)})
     message = f"config.dataflow.algorithms.mine.{hook} raised ZeroDivisionError: division by zero"
     with pytest.raises(AlgorithmError, match=message):
         getattr(chain, hook)(*args)
@@ -207,7 +207,7 @@ def test_a_state_of_another_name_is_taken_where_the_algorithm_restores_it():
         def restore(self, state):
             self._seen = state["seen"]
 
-    with Chain({"mine": Renames()}).state_changes() as changes:
+    with Chain({"mine": Renames(seed=0)}).state_changes() as changes:
         assert len(changes) == 1
 
 
@@ -275,7 +275,7 @@ def test_what_one_write_refused_is_not_learnt_again_after_another():
             self.seen += 1
             return True
 
-    counts = Counts()
+    counts = Counts(seed=0)
     chain = Chain({"mine": counts})
     with pytest.raises(OSError, match="full"):
         assert chain.keep(RESULT)

@@ -388,6 +388,10 @@ def test_mistakes_are_named(algorithms, message):
             r"mine.path is .*:Misspelt, whose chose is nothing that .* asks for: name it choose or chosen, or",
         ),
         ("MisspeltSetting", "whose fresh_shares is nothing that .* asks for: name it fresh_share, or"),
+        ("Seedless", r"mine.path is .*:Seedless, whose __init__ takes no seed: write it as .self, ., seed, "),
+        ("SharedAsText", "whose fresh_share is '0.5': give a number"),
+        ("SharedTwice", "whose fresh_share is 2: it must be positive and at most 1"),
+        ("OfAnySize", "whose least_group_size is None: give a whole number"),
         ("Waiting", r"mine.path is .*:Waiting, whose keep is async, and nothing waits for it: make it a plain"),
     ],
 )
@@ -396,6 +400,12 @@ def test_hooks_of_ones_own_that_cannot_be_called_are_refused(name, message):
     config.dataflow.algorithms = {"mine": {"path": f"tests.dataflow.own_algorithm:{name}"}}
     with pytest.raises(ConfigError, match=message):
         build_algorithms(config)
+
+
+def test_an_algorithm_may_have_no_init():
+    config = default_config()
+    config.dataflow.algorithms = {"mine": {"path": "tests.dataflow.own_algorithm:Plain"}}
+    assert [type(algorithm).__name__ for algorithm in build_algorithms(config).values()] == ["Plain"]
 
 
 def test_helpers_may_be_named_as_the_hooks_that_they_are_for():
