@@ -241,12 +241,20 @@ def test_an_outcome_is_given_by_its_whole_name():
         ({"mine": {"path": f"{__name__}:SOKOBAN"}}, "SOKOBAN', which is no function or class"),
         ({"mine": {"path": f"{__name__}:on_the_host"}}, "components.mine fails when JAX traces it .TracerArray"),
         ({"mine": {"path": f"{__name__}:by_mode", "mode": "lax"}}, "components.mine fails when JAX traces it"),
+        (
+            {"mine": {"path": f"{__name__}:scaled", "weight": 0.5}},
+            "which has an option 'weight', as every component",
+        ),
         ({"mine": {"path": f"{__name__}:mean"}}, "components.mine .*: give a function of jax.numpy arrays"),
     ],
 )
 def test_bad_rewards_are_refused(chosen, message):
     with pytest.raises(RewardError, match=message):
         check_reward(chosen, SOKOBAN, "sokoban")
+
+
+def scaled(success, *, weight):
+    return success * weight
 
 
 def test_an_episode_without_the_outcome_is_named():
