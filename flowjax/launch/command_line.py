@@ -164,6 +164,8 @@ def nearest_field(config: ConfigDict, wrong: str) -> str | None:
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.75):
         return siblings[near[0]]
     if same_name := [p for p in paths if p.endswith(f".{name}")]:
+        if alike := difflib.get_close_matches(wrong, same_name, n=1, cutoff=0.9):  # the section is mistyped
+            return alike[0]
         return min(same_name, key=lambda p: (p.count("."), p))
     if siblings:  # the section exists, and has no similar field: the caller lists its fields
         return None

@@ -54,6 +54,7 @@ def test_a_nano_base_can_be_switched_off(recipe):
         ("config.trainer.stepz", "config.trainer.steps"),
         ("config.trainer.learning_rate", "config.optimizer.learning_rate"),
         ("config.optimiser.learning_rate", "config.optimizer.learning_rate"),
+        ("config.traner.steps", "config.trainer.steps"),
         ("config.rollout.groupsize", "config.rollout.group_size"),
         ("config.sed", "config.seed"),
     ],
