@@ -7,7 +7,9 @@ Python literal, or else kept as text, even if the recipe does not mention it: la
 
 import ast
 import difflib
+import functools
 import importlib.util
+import operator
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -211,7 +213,21 @@ def _split_overrides(config: ConfigDict, argv: Sequence[str]) -> tuple[list[str]
             entries.append((path, "False"))
         else:
             entries.append((path, text if given else next(arguments, "True")))
+    for path, text in _given(plain).items():
+        if isinstance(functools.reduce(operator.getitem, path.split("."), config), tuple):
+            _check_tuple(path, text)
     return plain, entries
+
+
+def _check_tuple(path: str, text: str) -> None:
+    """Refuse a text that is no Python literal and may stand for another one, or for several: absl takes it as it is."""
+    if "," not in text and "\\" not in text:
+        return
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        remedy = "put its texts in quotes, also where it is one"
+        raise ConfigError(f"config.{path} takes {_KINDS[tuple]}, not {text!r}: {remedy}") from error
 
 
 def _path(argument: str) -> str:

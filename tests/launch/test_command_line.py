@@ -64,6 +64,20 @@ def test_mistyped_field_names_the_nearest(recipe, wrong, right):
     assert message == f"{wrong} is not a field of this config: did you mean {right}?"
 
 
+@pytest.mark.parametrize("text", ["a,b", r"\n"])
+def test_a_text_that_looks_like_several_or_like_another_is_refused(recipe, text):
+    message = refuse([f"--config={recipe}", f"--config.rollout.stop={text}"])
+    assert message.startswith(f"config.rollout.stop takes a tuple such as ('a', 'b'), not {text!r}: put its texts in")
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"), [("a", ("a",)), ("'a', 'b'", ("a", "b")), ("'a,b'", ("a,b",)), (r"('\n',)", ("\n",))]
+)
+def test_texts_of_a_tuple_are_read_as_python(recipe, text, stop):
+    config, _ = parse([f"--config={recipe}", f"--config.rollout.stop={text}"])
+    assert config.rollout.stop == stop
+
+
 def test_field_with_no_near_name_lists_what_there_is(recipe):
     assert "config.mesh has data, expert, fsdp, sequence, tensor" in refuse(
         [f"--config={recipe}", "--config.mesh.qqqqqq=3"]
