@@ -311,9 +311,11 @@ def _statements(origin: str) -> list[ast.AST]:
         WorldError: it cannot be read as Python.
     """
     try:
-        return list(_outermost(ast.parse(Path(origin).read_text()))) if origin.endswith(".py") else []
+        # As bytes: a file may say in its first lines that it is not UTF-8.
+        return list(_outermost(ast.parse(Path(origin).read_bytes()))) if origin.endswith(".py") else []
     except SyntaxError as error:
-        raise WorldError(f"{origin}, line {error.lineno}: {error.msg}: mend it") from error
+        place = f"{origin}, line {error.lineno}" if error.lineno else origin  # none where a byte is zero
+        raise WorldError(f"{place}: {error.msg}: mend it") from error
 
 
 def _outermost(block: ast.AST) -> Iterator[ast.AST]:

@@ -89,3 +89,29 @@ def test_all_workflows_are_listed_with_their_agents():
         for module in modules
         if hasattr(module, "play")
     } == listed
+
+
+PLAIN = "AGENTS = ('agent',)\nasync def play(task, *, seed, env, agents, options):\n    'caf\xe9'\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("latin", PLAIN.encode("latin-1"), "latin.py, line 3: (unicode error) 'utf-8' codec can't decode byte"),
+        (
+            "with_a_zero",
+            PLAIN.encode() + b"\0",
+            "with_a_zero.py: source code string cannot contain null bytes",
+        ),
+        ("told", b"# -*- coding: latin-1 -*-\n" + PLAIN.encode("latin-1"), ""),
+    ],
+)
+def test_a_file_that_is_not_utf_8_is_named_unless_it_says_what_it_is(
+    name: str, content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / f"{name}.py").write_bytes(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(ROOT)
+    arguments = ["--config=configs/sokoban.py:nano", f"--config.workflow={name}:play", "--dry_run"]
+    problems = inspect_run(read_request(arguments).run, 1, None)["problems"]
+    assert any(message in text for text in problems) if message else problems == []
