@@ -102,7 +102,7 @@ def _check_tried(name: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def credit_parts(table: TurnTable, name: str, /, **options: Any) -> dict[str, Float[Array, "turns"]]:
+def credit_parts(table: TurnTable, name: str, **options: Any) -> dict[str, Float[Array, "turns"]]:
     """The result of `estimate` in two parts, "episode" and "step", for estimators that add them with a `step_weight`;
     {} for others."""
     if "step_weight" not in inspect.signature(get_estimator(name)).parameters:
@@ -111,7 +111,7 @@ def credit_parts(table: TurnTable, name: str, /, **options: Any) -> dict[str, Fl
     return {"episode": episode, "step": estimate(table, name, **options) - episode}
 
 
-def estimate(table: TurnTable, name: str, /, **options: Any) -> Float[Array, "turns"]:
+def estimate(table: TurnTable, name: str, **options: Any) -> Float[Array, "turns"]:
     """Advantage of each row of `table`; zero on rows that do not count."""
     return get_estimator(name)(table, **options)
 

@@ -19,7 +19,7 @@ def group_of(*scores: float, turns: int = 1, group: int = 0) -> list[Path]:
     ]
 
 
-def advantages(name: str, paths: list[Path], /, **options) -> np.ndarray:
+def advantages(name: str, paths: list[Path], **options) -> np.ndarray:
     table = paths_table(paths)
     return np.asarray(estimate(table, name, **options))[: sum(len(path.rewards) for path in paths)]
 
@@ -307,15 +307,6 @@ def test_an_estimator_of_ones_own():
     with pytest.raises(CreditError, match="did you mean 'value'"):
         check_options(name, {"valu": 2.0})
     np.testing.assert_array_equal(advantages(name, group_of(1, 0), value=2.0), [2, 2])
-
-
-def test_options_may_have_any_name():
-    check_options(f"{__name__}:named", {"name": "score", "table": 2.0})
-    np.testing.assert_array_equal(advantages(f"{__name__}:named", group_of(1, 0), name="score", table=2.0), [2, 0])
-
-
-def named(turns, *, name: str = "reward", table: float = 1.0):
-    return table * getattr(turns, name) * turns.mask
 
 
 @pytest.mark.parametrize(
