@@ -5,8 +5,6 @@ Reads {"config", "devices", "checkpoints", "platform"} as JSON, writes {"problem
 run, what this one lacks, and sizes.
 """
 
-import asyncio
-import contextlib
 import itertools
 import json
 import math
@@ -19,7 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flowjax.config import default_config, task_options, taught_options
-from flowjax.envs import EnvDied, NotReady, World, WorldError, find_world, is_refusal, naming_options_of
+from flowjax.envs import NotReady, World, WorldError, find_world, naming_options_of
 from flowjax.envs.demonstrations import base_words, is_executor
 from flowjax.launch.checks import in_base, on_each_policy
 from flowjax.launch.devices import (
@@ -32,7 +30,7 @@ from flowjax.launch.devices import (
     shown_axes,
 )
 from flowjax.launch.machine import unprepared
-from flowjax.records import Lease, Task, pack, unpack
+from flowjax.launch.trial import check_episode, check_tasks, fails
 from flowjax.rollout.sidecar import unserved_targets, unserved_windows
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
 from flowjax.workflows import agents_of, demonstrates, episode_outcomes, outcomes_of, workflow_problem
@@ -46,7 +44,7 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform:
     """
     plan: dict[str, Any] = {"bases": {}}
     here: list[str] = []
-    of_config = (_world, _data, _workflow, _data_algorithms)
+    of_config = (_world, check_tasks, _workflow, _data_algorithms)
     problems = [text for check in of_config for text in _messages(check, run.config, here=here)]
     of_bases = (_taught, _executors, _templates)
     problems += [text for check in (_learning, *of_bases) for text in _messages(check, run, here=here)]
@@ -82,21 +80,6 @@ def _messages(check: Callable[..., Iterator[str] | None], *args: Any, here: list
     return found
 
 
-def _fails(what: str, error: Exception) -> str:
-    """Message on an error of a user's own world, which may fail in any way.
-
-    Raises:
-        NotReady: a file or another machine is not there.
-        ValueError: `error` itself, where its message was made for users.
-    """
-    if is_refusal(error):
-        raise error
-    text = f"{what} ({type(error).__name__}: {error}): mend it"
-    if isinstance(error, OSError):
-        raise NotReady(text) from error
-    return text
-
-
 def _world(config: ConfigDict) -> Iterator[str]:
     kind = find_world(config.env.name)
     made = config.model.nano is not None and not Path(config.model.path).exists()
@@ -113,7 +96,7 @@ def _world(config: ConfigDict) -> Iterator[str]:
                 world = kind(**options)
                 world.env()
         except Exception as error:
-            yield _fails(f"{field} is {options}, with which {config.env.name} fails", error)
+            yield fails(f"{field} is {options}, with which {config.env.name} fails", error)
             continue
         if world.longest_step_s() > config.env.step_timeout_s:
             yield (
@@ -187,25 +170,6 @@ def _executors(run: Run) -> Iterator[str]:
         obstacles += () if "rollout" in config.elsewhere else world.obstacles()  # others play, and may reach more
     if obstacles:
         raise NotReady("\n".join(_named(obstacles)))
-
-
-def _data(config: ConfigDict) -> Iterator[str]:
-    """Problems with the tasks of each split: they have to open, and the first has to be a `Task` that can be sent."""
-    from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
-
-    wanted = {"train": train_tasks} if not config.eval.versions else {}
-    wanted |= {"held_out": held_out_tasks} if config.eval.tasks else {}
-    for split, tasks in wanted.items():
-        named = f"config.env.name is {config.env.name!r}, whose tasks({split!r}, ...)"
-        try:
-            source = tasks(config)
-            first = task_at(source, 0) if len(source) else None
-            pack(first)  # as a lease will be
-        except Exception as error:
-            yield _fails(f"{named} fails", error)
-            continue
-        if not isinstance(first, Task):
-            yield f"{named} has {'a ' + type(first).__name__ if first else 'no task'}: make it of flowjax.records.Task"
 
 
 def _data_algorithms(config: ConfigDict) -> None:
@@ -396,40 +360,6 @@ def _checkpoints(run: Run, folder: Path) -> Iterator[str]:
     yield from on_each_policy(run, check)
 
 
-def _first_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
-    """Play one episode without engines, every reply empty: a fault of a user's world or workflow that ends it would end
-    all. Then play the world alone twice, with the same random actions: it has to do the same."""
-    from flowjax.canvas.backends import OfflineBackend, Rule
-    from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
-    from flowjax.envs.pool import EnvPool, irregularity
-    from flowjax.rollout.episode import EpisodePlayer
-
-    kind, config = find_world(run.config.env.name), run.config
-    shipped = all(path.startswith("flowjax.") for path in (config.env.name, config.workflow))
-    if shipped or "rollout" in config.elsewhere or kind.asked_bases is not World.asked_bases:
-        return  # shipped code has tests; this machine does not play; or the bases that the world asks do not run yet
-    task = task_at((held_out_tasks if config.eval.versions else train_tasks)(config), 0)
-    if kind(**task_options(config, task.source)).STEPS_WAIT:
-        return
-
-    async def play() -> str:
-        async with asyncio.timeout(limit_s), EnvPool(step_timeout_s=config.env.step_timeout_s) as pool:
-            player = EpisodePlayer.of_run(run, pool=pool, backend=OfflineBackend([Rule()]))
-            episode = await player.play(unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0))))
-            if episode.status == "env_error":
-                return f"of which an episode where every reply is empty fails ({episode.error}): mend it"
-            async with pool.session(config.env.name, task_options(config, task.source)) as env:
-                try:
-                    found = await irregularity(kind, env, task, config.env.max_turns)
-                except EnvDied as died:
-                    found = f"{died}: mend it"
-            return found and f"where legal actions are taken at random: {found}"
-
-    with contextlib.suppress(TimeoutError):  # a world that is slow to open may be sound
-        if found := asyncio.run(play()):
-            yield f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}, {found}"
-
-
 def main() -> None:
     answer_to, sys.stdout = sys.stdout, sys.stderr  # a world or library that prints must not spoil the JSON answer
     request = json.load(sys.stdin)
@@ -440,7 +370,7 @@ def main() -> None:
     run = resolve(config)
     answer = inspect_run(run, request["devices"], Path(folder) if folder else None, request["platform"])
     if not answer["problems"] and not answer["here"]:
-        answer["problems"] += _messages(_first_episode, run, here=answer["here"])
+        answer["problems"] += _messages(check_episode, run, here=answer["here"])
     json.dump(answer, answer_to)
     answer_to.flush()
 

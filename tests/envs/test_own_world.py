@@ -13,7 +13,8 @@ from flowjax.envs import EnvDied, Past, World, WorldError, find_world
 from flowjax.envs.demonstrations import demonstrations
 from flowjax.envs.pool import EnvPool
 from flowjax.launch.__main__ import read_request
-from flowjax.launch.probe import _first_episode, inspect_run
+from flowjax.launch.probe import inspect_run
+from flowjax.launch.trial import check_episode
 from flowjax.records import Task
 from flowjax.run import resolve
 
@@ -294,7 +295,7 @@ def test_an_episode_of_ones_own_is_played_before_engines_start(
 ):
     config = default_config()
     config.env.name, config.workflow, config.reward.components = world, workflow, {"success": 1.0}
-    found = list(_first_episode(resolve(config), limit_s=3600.0))
+    found = list(check_episode(resolve(config), limit_s=3600.0))
     assert len(found) == bool(error) and all(world in text and workflow in text and error in text for text in found)
 
 

@@ -17,8 +17,9 @@ from tests.house.sources import Complaint, Source, read_sources
 ROOT = Path(__file__).parents[2]
 # Most files, and most lines at the 90th percentile: what has been reached is not to be lost again. A workflow is a file
 # of its own, which is named in configs: each one more than the first three may add to the 200 that there were. So may
-# another carrier of what nodes say (`flowjax/relay.py`).
-MOST_FILES = 206
+# another carrier of what nodes say (`flowjax/relay.py`), and a launch's trial of own parts (`flowjax/launch/trial.py`),
+# an idea apart from its checks of the config.
+MOST_FILES = 207
 MOST_P90_LINES = 450
 
 
