@@ -5,14 +5,18 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 
 from ml_collections import ConfigDict
 
 from flowjax.config import task_options
-from flowjax.envs import EnvDied, NotReady, World, find_world, is_refusal
+from flowjax.envs import EnvDied, NotReady, Split, World, find_world, is_refusal
 from flowjax.records import Lease, Task, pack, unpack
 from flowjax.run import Run
+
+_MOST_TASKS = 64  # read of each split
+_READING_S = 1.0  # of one split, where tasks are slow to make
 
 
 def fails(what: str, error: Exception) -> str:
@@ -31,22 +35,73 @@ def fails(what: str, error: Exception) -> str:
 
 
 def check_tasks(config: ConfigDict) -> Iterator[str]:
-    """Problems with the tasks of each split: they have to open, and the first has to be a `Task` that can be sent."""
+    """Problems with the tasks of each split: they have to open, and the first has to be a `Task` that can be sent. Of a
+    user's own world more are read, and compared."""
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
 
-    wanted = {"train": train_tasks} if not config.eval.versions else {}
-    wanted |= {"held_out": held_out_tasks} if config.eval.tasks else {}
-    for split, tasks in wanted.items():
-        named = f"config.env.name is {config.env.name!r}, whose tasks({split!r}, ...)"
+    wanted: list[Split] = []
+    if not config.eval.versions:
+        wanted.append("train")
+    if config.eval.tasks:
+        wanted.append("held_out")
+    named, sound = f"config.env.name is {config.env.name!r}", True
+    for split in wanted:
         try:
-            source = tasks(config)
+            source = (train_tasks if split == "train" else held_out_tasks)(config)
             first = task_at(source, 0) if len(source) else None
             pack(first)  # as a lease will be
         except Exception as error:
-            yield fails(f"{named} fails", error)
+            sound = False
+            yield fails(f"{named}, whose tasks({split!r}, ...) fails", error)
             continue
         if not isinstance(first, Task):
-            yield f"{named} has {'a ' + type(first).__name__ if first else 'no task'}: make it of flowjax.records.Task"
+            sound, has = False, f"a {type(first).__name__}" if first else "no task"
+            yield f"{named}, whose tasks({split!r}, ...) has {has}: make it of flowjax.records.Task"
+    if sound and not config.env.name.startswith("flowjax."):  # the splits of shipped worlds have tests
+        try:
+            if found := _unlike(config, wanted):
+                yield f"{named}, {found}"
+        except Exception as error:
+            yield fails(f"{named}, whose tasks fail", error)
+
+
+def _unlike(config: ConfigDict, splits: Collection[Split]) -> str:
+    """The first fault that shows when the first tasks of each split are read twice and compared; "" for none.
+
+    In the world's own order: of two splits that are the same, each in an order of its own, the first tasks are others.
+    """
+    from flowjax.dataflow.tasks import content_of, task_at
+
+    kind, names = find_world(config.env.name), set[str]()
+    for source in config.env.sources or ("",):
+        world, trained, by_id = kind(**task_options(config, source)), dict[str, str](), dict[str, str]()
+        in_training = config.env.sources.get(source, {}).get("train_tasks", config.env.train_tasks)
+        for split in splits:
+            tasks, until_s = world.tasks(split, config.env.data_seed), time.monotonic() + _READING_S
+            for index in range(min(_MOST_TASKS, len(tasks), *[in_training] * (split == "train"))):
+                if time.monotonic() > until_s:
+                    break
+                task, place = task_at(tasks, index), f"whose tasks({split!r}, ...)[{index}]"
+                if not isinstance(task, Task):
+                    return f"{place} is a {type(task).__name__}: make it of flowjax.records.Task"
+                if pack(task) != pack(task_at(tasks, index)):
+                    return f"{place} is another task when it is read again: make it from data_seed and its index alone"
+                names.add(task.world)
+                if len(names) > 1:
+                    one, other = sorted(names)
+                    return f"whose tasks have the Task.world {one!r} and {other!r}: give all of them the same"
+                content = content_of(task)
+                if by_id.setdefault(task.task_id, content) != content:
+                    return f"{place} has the task_id {task.task_id!r} of a task with another payload: give it its own"
+                if split == "train":
+                    trained[content] = task.task_id
+                elif content in trained:
+                    return (
+                        f"{place} is {task.task_id!r}, with the payload of the training task {trained[content]!r}: "
+                        "hold out tasks with other payloads, or set config.eval.tasks to 0. Tasks that only their seed "
+                        "tells apart count as one: put into the payload what is made of it"
+                    )
+    return ""
 
 
 def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 BROKEN = """
 import json
+import random
 from dataclasses import dataclass, replace
 from flowjax.envs import World
 from countdown import Countdown, CountdownEnv
@@ -111,6 +112,26 @@ class Away(Countdown):
 
 class Empty(Countdown):
     def tasks(self, split, data_seed): return super().tasks(split, data_seed)[:0]
+
+class Renamed(Countdown):
+    def tasks(self, split, data_seed):
+        return super().tasks(split, data_seed).map_with_index(lambda index, task: replace(task, **self.other(index)))
+
+class Played(Countdown):
+    def tasks(self, split, data_seed): return super().tasks("train", data_seed)
+
+class Anonymous(Renamed):
+    def other(self, index): return {"task_id": "countdown"}
+
+class Drawn(Renamed):
+    def other(self, index): return {"payload": {"target": random.random(), "numbers": [1, 2]}}
+
+class Mixed(Renamed):
+    def other(self, index): return {"world": f"countdown{index % 2}"}
+
+class Odd(Countdown):
+    def tasks(self, split, data_seed):
+        return super().tasks(split, data_seed).map_with_index(lambda index, task: {} if index == 3 else task)
 
 class Untaught(Countdown):
     expert, vocabulary = World.expert, World.vocabulary
@@ -258,6 +279,11 @@ def test_a_dry_run_names_what_a_broken_world_lacks(countdown: type[World]):
             "whose tasks('train', ...) fails (JSONDecodeError: Expecting value: line 1 column 1 (char 0)): mend",
         ),
         ("Empty", "config.env.name is 'broken:Empty', whose tasks('held_out', ...) has no task: make it of"),
+        ("Played", "tasks('held_out', ...)[0] is 'countdown-train-0-0', with the payload of the training task"),
+        ("Anonymous", "tasks('train', ...)[1] has the task_id 'countdown' of a task with another payload: give it its"),
+        ("Drawn", "whose tasks('train', ...)[0] is another task when it is read again: make it from data_seed and"),
+        ("Mixed", "whose tasks have the Task.world 'countdown0' and 'countdown1': give all of them the same"),
+        ("Odd", "whose tasks('train', ...)[3] is a dict: make it of flowjax.records.Task"),
     ],
 )
 def test_a_dry_run_names_the_field_of_what_a_world_raises(countdown: type[World], world: str, message: str):
