@@ -348,18 +348,24 @@ class PooledEnv:
             self._worker.sessions -= 1
 
 
-async def irregularity(world: type[World], env: RemoteEnv, task: Task, turns: int) -> str:
-    """Fault that an environment shows when the same random actions are played in it twice; "" for none.
+async def irregularity(world: type[World], env: RemoteEnv, other: RemoteEnv, task: Task, turns: int) -> str:
+    """Fault that shows when the same random actions are played in an environment twice and in another one; "" for none.
+
+    The other one shows what belongs to an object or its process alone, such as its address, or chance in `__init__`.
 
     Raises:
         EnvDied: the environment is gone.
     """
-    walks: list[list[dict[str, Any]]] = []
-    for _ in range(2):
-        draws, observation = random.Random(0), await env.reset(task, 0)
+    first: list[dict[str, Any]] = []
+    for walked, where, remedy in (
+        (env, "", ""),
+        (env, "on one env object again", "have reset() set all state"),
+        (other, "on an env object of another process", "make it of task, seed and actions alone"),
+    ):
+        draws, observation = random.Random(0), await walked.reset(task, 0)
         seen = [_shown_by(observation)]
         for turn in range(1, turns + 1):
-            step = await env.step(draws.choice(observation.legal_actions or ("",)))
+            step = await walked.step(draws.choice(observation.legal_actions or ("",)))
             if lacking := sorted(set(world.OUTCOMES) - step.outcome.keys()):
                 has = f"has {', '.join(step.outcome) or 'nothing'}, but not {', '.join(lacking)}"
                 return f"the outcome of turn {turn} {has}: name all of {world.__name__}.OUTCOMES in every step"
@@ -375,14 +381,12 @@ async def irregularity(world: type[World], env: RemoteEnv, task: Task, turns: in
         for turn, shown in enumerate(seen):
             if not (isinstance(key := shown["state_key"], int) and 0 <= key < 2**64):
                 return f"the state_key of turn {turn} is {key!r}: make it with flowjax.records.state_key"
-        walks.append(seen)
-    for turn, (one, other) in enumerate(zip(*walks, strict=False)):  # of unequal lengths, `terminal` differs
-        for name in one:
-            if one[name] != other[name]:
-                return (
-                    f"the same actions gave {name} {one[name]!r} on turn {turn} and, on one env object again, "
-                    f"{other[name]!r}: have reset() set all state"
-                )
+        first = first or seen
+        for turn, (one, again) in enumerate(zip(first, seen, strict=False)):  # of unequal lengths, `terminal` differs
+            for name in one:
+                if one[name] != again[name]:
+                    gave = f"the same actions gave {name} {one[name]!r} on turn {turn}"
+                    return f"{gave} and, {where}, {again[name]!r}: {remedy}"
     return ""
 
 

@@ -106,7 +106,7 @@ def _unlike(config: ConfigDict, splits: Collection[Split]) -> str:
 
 def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     """Play one episode without engines, every reply empty: a fault of a user's world or workflow that ends it would end
-    all. Then play the world alone twice, with the same random actions: it has to do the same."""
+    all. Then play the world alone, three times with the same random actions: it has to do the same."""
     from flowjax.canvas.backends import OfflineBackend, Rule
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
     from flowjax.envs.pool import EnvPool, irregularity
@@ -121,14 +121,15 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
         return
 
     async def play() -> str:
-        async with asyncio.timeout(limit_s), EnvPool(step_timeout_s=config.env.step_timeout_s) as pool:
+        name, options = config.env.name, task_options(config, task.source)
+        async with asyncio.timeout(limit_s), EnvPool(workers=2, step_timeout_s=config.env.step_timeout_s) as pool:
             player = EpisodePlayer.of_run(run, pool=pool, backend=OfflineBackend([Rule()]))
             episode = await player.play(unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0))))
             if episode.status == "env_error":
                 return f"of which an episode where every reply is empty fails ({episode.error}): mend it"
-            async with pool.session(config.env.name, task_options(config, task.source)) as env:
+            async with pool.session(name, options) as env, pool.session(name, options) as other:
                 try:
-                    found = await irregularity(kind, env, task, config.env.max_turns)
+                    found = await irregularity(kind, env, other, task, config.env.max_turns)
                 except EnvDied as died:
                     found = f"{died}: mend it"
             return found and f"where legal actions are taken at random: {found}"

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 BROKEN = """
 import json
+import os
 import random
 from dataclasses import dataclass, replace
 from flowjax.envs import World
@@ -84,6 +85,19 @@ class GrowingEnv(CountdownEnv):
         self.taken += 1
         step = super().step(action)
         return replace(step, observation=replace(step.observation, state_key=self.taken))
+
+class Addressed(Countdown):
+    def env(self): return AddressedEnv()
+
+class AddressedEnv(CountdownEnv):
+    def reset(self, task, seed): return replace(super().reset(task, seed), state_key=os.getpid())
+
+class Lucky(Countdown):
+    def env(self): return LuckyEnv()
+
+class LuckyEnv(CountdownEnv):
+    def __init__(self): self.luck = random.getrandbits(60)
+    def reset(self, task, seed): return replace(super().reset(task, seed), state_key=self.luck)
 
 class Hashed(Countdown):
     def env(self): return HashedEnv()
@@ -312,6 +326,8 @@ def test_a_file_that_is_not_there_is_a_fault_of_this_machine(countdown: type[Wor
             "flowjax.workflows.single:play",
             "on turn 1 and, on one env object again, ",
         ),
+        ("broken:Addressed", "flowjax.workflows.single:play", "on turn 0 and, on an env object of another process, "),
+        ("broken:Lucky", "flowjax.workflows.single:play", "on turn 0 and, on an env object of another process, "),
         ("broken:Fragile", "flowjax.workflows.single:play", "at random: ZeroDivisionError: division by zero: mend it"),
         ("countdown:Countdown", "broken:play", "TypeError: config.workflow returned Observation"),
     ],
