@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import task_options
 from flowjax.envs import EnvDied, NotReady, Split, World, find_world, is_refusal
-from flowjax.records import Lease, Task, pack, unpack
+from flowjax.records import COUNTED_STATUSES, Lease, Task, pack, unpack
 from flowjax.run import Run
 
 _MOST_TASKS = 64  # read of each split
@@ -125,8 +125,11 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
         async with asyncio.timeout(limit_s), EnvPool(workers=2, step_timeout_s=config.env.step_timeout_s) as pool:
             player = EpisodePlayer.of_run(run, pool=pool, backend=OfflineBackend([Rule()]))
             episode = await player.play(unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0))))
-            if episode.status == "env_error":
-                return f"of which an episode where every reply is empty fails ({episode.error}): mend it"
+            if episode.status not in COUNTED_STATUSES:
+                why = f"{episode.status}: {episode.error}" if episode.error else f"status {episode.status!r}, no error"
+                return f"of which an episode where every reply is empty fails ({why}): mend it"
+            if not any(part.turns for part in episode.trajectories):
+                return "of which an episode has no turn, so that nobody could learn: return a part with turns"
             async with pool.session(name, options) as env, pool.session(name, options) as other:
                 try:
                     found = await irregularity(kind, env, other, task, config.env.max_turns)

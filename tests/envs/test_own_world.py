@@ -25,12 +25,20 @@ BROKEN = """
 import json
 import os
 import random
+import threading
 from dataclasses import dataclass, replace
 from flowjax.envs import World
+from flowjax.workflows import Played
 from countdown import Countdown, CountdownEnv
 
 async def play(task, *, seed, env, agents, options):
     return await env.reset(task, seed)
+
+async def idle(task, *, seed, env, agents, options):
+    return Played([], {"success": 0.0}, "ok")
+
+async def aborted(task, *, seed, env, agents, options):
+    return Played([], {}, "cancelled")
 
 class NoTasks(World):
     def env(self): ...
@@ -111,6 +119,12 @@ class Fragile(Countdown):
 class FragileEnv(CountdownEnv):
     def step(self, action): return super().step(action[:len(action) and 1 / 0])
 
+class Hanging(Countdown):
+    def env(self): return HangingEnv()
+
+class HangingEnv(CountdownEnv):
+    def step(self, action): threading.Event().wait()
+
 class Picky(Countdown):
     @dataclass(frozen=True)
     class Options:
@@ -131,7 +145,7 @@ class Renamed(Countdown):
     def tasks(self, split, data_seed):
         return super().tasks(split, data_seed).map_with_index(lambda index, task: replace(task, **self.other(index)))
 
-class Played(Countdown):
+class Shared(Countdown):
     def tasks(self, split, data_seed): return super().tasks("train", data_seed)
 
 class Anonymous(Renamed):
@@ -293,7 +307,7 @@ def test_a_dry_run_names_what_a_broken_world_lacks(countdown: type[World]):
             "whose tasks('train', ...) fails (JSONDecodeError: Expecting value: line 1 column 1 (char 0)): mend",
         ),
         ("Empty", "config.env.name is 'broken:Empty', whose tasks('held_out', ...) has no task: make it of"),
-        ("Played", "tasks('held_out', ...)[0] is 'countdown-train-0-0', with the payload of the training task"),
+        ("Shared", "tasks('held_out', ...)[0] is 'countdown-train-0-0', with the payload of the training task"),
         ("Anonymous", "tasks('train', ...)[1] has the task_id 'countdown' of a task with another payload: give it its"),
         ("Drawn", "whose tasks('train', ...)[0] is another task when it is read again: make it from data_seed and"),
         ("Mixed", "whose tasks have the Task.world 'countdown0' and 'countdown1': give all of them the same"),
@@ -329,7 +343,10 @@ def test_a_file_that_is_not_there_is_a_fault_of_this_machine(countdown: type[Wor
         ("broken:Addressed", "flowjax.workflows.single:play", "on turn 0 and, on an env object of another process, "),
         ("broken:Lucky", "flowjax.workflows.single:play", "on turn 0 and, on an env object of another process, "),
         ("broken:Fragile", "flowjax.workflows.single:play", "at random: ZeroDivisionError: division by zero: mend it"),
+        ("broken:Hanging", "flowjax.workflows.single:play", "fails (timeout: the environment took too long): mend it"),
         ("countdown:Countdown", "broken:play", "TypeError: config.workflow returned Observation"),
+        ("countdown:Countdown", "broken:idle", "of which an episode has no turn, so that nobody could learn: return"),
+        ("countdown:Countdown", "broken:aborted", "fails (status 'cancelled', no error): mend it"),
     ],
 )
 def test_an_episode_of_ones_own_is_played_before_engines_start(
@@ -337,6 +354,8 @@ def test_an_episode_of_ones_own_is_played_before_engines_start(
 ):
     config = default_config()
     config.env.name, config.workflow, config.reward.components = world, workflow, {"success": 1.0}
+    if world == "broken:Hanging":
+        config.env.step_timeout_s = 1.0
     found = list(check_episode(resolve(config), limit_s=3600.0))
     assert len(found) == bool(error) and all(world in text and workflow in text and error in text for text in found)
 
