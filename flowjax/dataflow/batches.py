@@ -85,7 +85,7 @@ def credit_batch(
         "sampled_tokens": sum(len(turn.sampled_ids) for turn in turns),
         "cut_turns": sum(turn.finish_reason == "length" for turn in turns),
         "reward": float(scores.sum()),
-        "success": sum(trajectory.outcome.get("success", 0.0) for trajectory in trajectories),
+        "success": sum(float(trajectory.outcome.get("success", 0.0) >= 1.0) for trajectory in trajectories),
         **{f"reward/{name}": float(values.sum()) for name, values in parts.items()},
     }
     return CreditedBatch(rows, totals, credits)

@@ -372,6 +372,8 @@ async def irregularity(world: type[World], env: RemoteEnv, other: RemoteEnv, tas
             for name, value in step.outcome.items():
                 if not (isinstance(value, int | float) and math.isfinite(value)):
                     return f"the outcome {name} of turn {turn} is {value!r}: give a finite number"
+            if fault := graded(step.outcome):
+                return f"the outcome of turn {turn} has {fault}"
             if not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
                 return f"the reward of turn {turn} is {step.reward!r}: give a finite number"
             observation = step.observation
@@ -388,6 +390,13 @@ async def irregularity(world: type[World], env: RemoteEnv, other: RemoteEnv, tas
                     gave = f"the same actions gave {name} {one[name]!r} on turn {turn}"
                     return f"{gave} and, {where}, {again[name]!r}: {remedy}"
     return ""
+
+
+def graded(outcome: Mapping[str, Any]) -> str:
+    """Fault of an outcome whose `success` is a grade, which rewards and evaluations read as failure; "" for none."""
+    if (success := outcome.get("success", 0.0)) in (0, 1):
+        return ""
+    return f"success {success!r}: make it 1 or 0, and give a grade another name, for config.reward.components to weigh"
 
 
 def _shown_by(observation: Observation) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     all. Then play the world alone, three times with the same random actions: it has to do the same."""
     from flowjax.canvas.backends import OfflineBackend, Rule
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
-    from flowjax.envs.pool import EnvPool, irregularity
+    from flowjax.envs.pool import EnvPool, graded, irregularity
     from flowjax.rollout.episode import EpisodePlayer
 
     kind, config = find_world(run.config.env.name), run.config
@@ -130,6 +130,9 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
                 return f"of which an episode where every reply is empty fails ({why}): mend it"
             if not any(part.turns for part in episode.trajectories):
                 return "of which an episode has no turn, so that nobody could learn: return a part with turns"
+            for outcome in (episode.outcome, *(part.outcome for part in episode.trajectories)):
+                if fault := graded(outcome):
+                    return f"of which an episode where every reply is empty has {fault}"
             async with pool.session(name, options) as env, pool.session(name, options) as other:
                 try:
                     found = await irregularity(kind, env, other, task, config.env.max_turns)

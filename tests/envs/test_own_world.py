@@ -29,6 +29,7 @@ import threading
 from dataclasses import dataclass, replace
 from flowjax.envs import World
 from flowjax.workflows import Played
+from flowjax.workflows.single import play as play_alone
 from countdown import Countdown, CountdownEnv
 
 async def play(task, *, seed, env, agents, options):
@@ -39,6 +40,10 @@ async def idle(task, *, seed, env, agents, options):
 
 async def aborted(task, *, seed, env, agents, options):
     return Played([], {}, "cancelled")
+
+async def graded(task, *, seed, env, agents, options):
+    played = await play_alone(task, seed=seed, env=env, agents=agents, options=options)
+    return replace(played, outcome={**played.outcome, "success": -1.0})
 
 class NoTasks(World):
     def env(self): ...
@@ -83,6 +88,14 @@ class WordedEnv(CountdownEnv):
     def step(self, action):
         step = super().step(action)
         return replace(step, outcome={**step.outcome, "success": "yes"}) if step.valid else step
+
+class Graded(Countdown):
+    def env(self): return GradedEnv()
+
+class GradedEnv(CountdownEnv):
+    def step(self, action):
+        step = super().step(action)
+        return replace(step, outcome={**step.outcome, "success": 0.75}) if step.valid else step
 
 class Growing(Countdown):
     def env(self): return GrowingEnv()
@@ -343,6 +356,8 @@ def test_a_file_that_is_not_there_is_a_fault_of_this_machine(countdown: type[Wor
         ("broken:Addressed", "flowjax.workflows.single:play", "on turn 0 and, on an env object of another process, "),
         ("broken:Lucky", "flowjax.workflows.single:play", "on turn 0 and, on an env object of another process, "),
         ("broken:Fragile", "flowjax.workflows.single:play", "at random: ZeroDivisionError: division by zero: mend it"),
+        ("broken:Graded", "flowjax.workflows.single:play", "turn 1 has success 0.75: make it 1 or 0, and give a grade"),
+        ("countdown:Countdown", "broken:graded", "where every reply is empty has success -1.0: make it 1 or 0, and"),
         ("broken:Hanging", "flowjax.workflows.single:play", "fails (timeout: the environment took too long): mend it"),
         ("countdown:Countdown", "broken:play", "TypeError: config.workflow returned Observation"),
         ("countdown:Countdown", "broken:idle", "of which an episode has no turn, so that nobody could learn: return"),
