@@ -36,6 +36,7 @@ BUSY, DEADLINE_NS = 0, 1  # indices of 64-bit integers in the shared page
 STARTING, IDLE = -1, 0  # values of BUSY that are no session
 FLUSH_AFTER_S = 0.001  # replies gathered for longer are sent; looked at after each request
 PR_SET_PDEATHSIG = 1
+_LONGEST_SHOWN = 100  # characters of a wrong value
 WAITING_THREADS = 256  # most environments of `STEPS_WAIT` worlds that work at the same time
 
 
@@ -104,7 +105,11 @@ def _pack_observation(observation: Observation, view_type: type) -> list[Any]:
     if not isinstance(observation.view, view_type):
         given = type(observation.view).__name__
         raise TypeError(f"an observation has a view of {given}, but the world's View is {view_type.__name__}")
-    return [observation.view, observation.legal_actions, observation.state_key]
+    legal = observation.legal_actions
+    if not isinstance(legal, list | tuple) or not all(isinstance(action, str) for action in legal):
+        shown = repr(legal)[:_LONGEST_SHOWN]
+        raise TypeError(f"an observation has the legal_actions {shown}: give a tuple of texts, or () for any text")
+    return [observation.view, legal, observation.state_key]
 
 
 class Worker:

@@ -97,6 +97,19 @@ class GradedEnv(CountdownEnv):
         step = super().step(action)
         return replace(step, outcome={**step.outcome, "success": 0.75}) if step.valid else step
 
+class Spelt(Countdown):
+    def env(self): return SpeltEnv()
+
+class SpeltEnv(CountdownEnv):
+    legal = "updown"
+    def reset(self, task, seed): return replace(super().reset(task, seed), legal_actions=self.legal)
+
+class Numbered(Countdown):
+    def env(self): return NumberedEnv()
+
+class NumberedEnv(SpeltEnv):
+    legal = (1, 2)
+
 class Growing(Countdown):
     def env(self): return GrowingEnv()
 
@@ -358,6 +371,8 @@ def test_a_file_that_is_not_there_is_a_fault_of_this_machine(countdown: type[Wor
         ("broken:Fragile", "flowjax.workflows.single:play", "at random: ZeroDivisionError: division by zero: mend it"),
         ("broken:Graded", "flowjax.workflows.single:play", "turn 1 has success 0.75: make it 1 or 0, and give a grade"),
         ("countdown:Countdown", "broken:graded", "where every reply is empty has success -1.0: make it 1 or 0, and"),
+        ("broken:Spelt", "flowjax.workflows.single:play", "has the legal_actions 'updown': give a tuple of texts, or"),
+        ("broken:Numbered", "flowjax.workflows.single:play", "has the legal_actions (1, 2): give a tuple of texts, or"),
         ("broken:Hanging", "flowjax.workflows.single:play", "fails (timeout: the environment took too long): mend it"),
         ("countdown:Countdown", "broken:play", "TypeError: config.workflow returned Observation"),
         ("countdown:Countdown", "broken:idle", "of which an episode has no turn, so that nobody could learn: return"),
