@@ -43,7 +43,15 @@ WAITING_THREADS = 256  # most environments of `STEPS_WAIT` worlds that work at t
 def frame(messages: list[Any]) -> bytes:
     """The bytes of several messages; `Frames` cuts them apart again."""
     body: bytes = msgpack.packb(messages, default=_plain)  # pyright: ignore[reportAssignmentType] (the stub's None)
+    try:
+        _unpacked(body)  # here, where it costs one message: bytes that the other end cannot read would cost the worker
+    except TypeError as error:
+        raise TypeError("it has a map whose key is a tuple or a list: let keys be numbers or texts") from error
     return LENGTH.pack(len(body)) + body
+
+
+def _unpacked(body: bytes | bytearray) -> list[Any]:
+    return msgpack.unpackb(body, use_list=True, strict_map_key=False)
 
 
 def framed(messages: list[Any], refused: Callable[[Any, str], bytes]) -> bytes:
@@ -81,7 +89,7 @@ class Frames:
             end = start + LENGTH.size + length
             if len(buffer) < end:
                 break
-            yield from msgpack.unpackb(buffer[start + LENGTH.size : end], use_list=True, strict_map_key=False)
+            yield from _unpacked(buffer[start + LENGTH.size : end])
             start = end
         del buffer[:start]
 

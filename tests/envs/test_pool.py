@@ -261,6 +261,14 @@ def test_what_cannot_be_sent_costs_its_own_episode(world: str):
                 await env.reset(counter(0), 0)
                 with pytest.raises(EnvDied, match=r"answer cannot be sent .* set .* make views, outcomes and traces"):
                     await env.step("odd")
+            async with pool.session(world, {}) as env:
+                for_pairs = Task("count-0", "unruly", 0, {"level": {(1, 2): 3}})
+                with pytest.raises(EnvDied, match=r"reset cannot be sent .* a map whose key is a tuple or a list"):
+                    await env.reset(for_pairs, 0)
+            async with pool.session(world, {}) as env:
+                await env.reset(counter(0), 0)
+                with pytest.raises(EnvDied, match=r"answer cannot be sent .* a map whose key is a tuple or a list"):
+                    await env.step("keys")
             assert (await sibling.step("1")).reward == 2.0
 
     counts = run(episode).counts

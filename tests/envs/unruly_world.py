@@ -36,6 +36,8 @@ class Counter:
                 raise ArithmeticError("two and two")
             case "odd":
                 return Step(self._observe(), 0.0, False, True, {"success": 0.0}, trace={1, 2})
+            case "keys":
+                return Step(self._observe(), 0.0, False, True, {"success": 0.0}, trace={(1, 2): "a"})
             case "numpy":
                 outcome = {"success": np.float32(1.0), "process": np.int64(1), "jax": np.bool_(False)}
                 return Step(self._observe(), np.float32(0.5), np.bool_(True), True, outcome)  # pyright: ignore
