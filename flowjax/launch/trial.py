@@ -6,16 +6,19 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from flowjax.config import task_options
-from flowjax.envs import EnvDied, NotReady, Split, World, find_world, is_refusal
-from flowjax.records import COUNTED_STATUSES, Lease, Task, pack, unpack
+from flowjax.envs import EnvDied, Message, NotReady, Split, World, find_world, is_refusal
+from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 from flowjax.run import Run
 
 _MOST_TASKS = 64  # read of each split
+_PROMPTS_READ = 4  # where the first one is too long
 _READING_S = 1.0  # of one split, where tasks are slow to make
 
 
@@ -116,15 +119,26 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     shipped = all(path.startswith("flowjax.") for path in (config.env.name, config.workflow))
     if shipped or "rollout" in config.elsewhere or kind.asked_bases is not World.asked_bases:
         return  # shipped code has tests; this machine does not play; or the bases that the world asks do not run yet
-    task = task_at((held_out_tasks if config.eval.versions else train_tasks)(config), 0)
+    tasks = (held_out_tasks if config.eval.versions else train_tasks)(config)
+    task = task_at(tasks, 0)
     if kind(**task_options(config, task.source)).STEPS_WAIT:
         return
+
+    first_prompts: list[Sequence[Message]] = []
+
+    async def played(player: EpisodePlayer, task: Task) -> Episode:
+        asked: list[Sequence[Message]] = []
+        silent = Rule(answer=lambda request: asked.append(request.messages) or "")
+        player = replace(player, backend=OfflineBackend([silent]))
+        episode = await player.play(unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0))))
+        first_prompts.extend(asked[:1])
+        return episode
 
     async def play() -> str:
         name, options = config.env.name, task_options(config, task.source)
         async with asyncio.timeout(limit_s), EnvPool(workers=2, step_timeout_s=config.env.step_timeout_s) as pool:
             player = EpisodePlayer.of_run(run, pool=pool, backend=OfflineBackend([Rule()]))
-            episode = await player.play(unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0))))
+            episode = await played(player, task)
             if episode.status not in COUNTED_STATUSES:
                 why = f"{episode.status}: {episode.error}" if episode.error else f"status {episode.status!r}, no error"
                 return f"of which an episode where every reply is empty fails ({why}): mend it"
@@ -133,6 +147,11 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
             for outcome in (episode.outcome, *(part.outcome for part in episode.trajectories)):
                 if fault := graded(outcome):
                     return f"of which an episode where every reply is empty has {fault}"
+            if _too_long(run, first_prompts):  # perhaps this task's alone
+                for index in range(1, min(_PROMPTS_READ, len(tasks))):
+                    await played(player, task_at(tasks, index))
+                if found := _too_long(run, first_prompts):
+                    return found
             async with pool.session(name, options) as env, pool.session(name, options) as other:
                 try:
                     found = await irregularity(kind, env, other, task, config.env.max_turns)
@@ -143,3 +162,21 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     with contextlib.suppress(TimeoutError):  # a world that is slow to open may be sound
         if found := asyncio.run(play()):
             yield f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}, {found}"
+
+
+def _too_long(run: Run, prompts: Sequence[Sequence[Message]]) -> str:
+    """Fault where all of these first prompts are over the limit; "" for none, or where their tokenizer is not here."""
+    from flowjax.workflows.codec import Codec
+
+    if len(run.bases) != 1 or not prompts:
+        return ""  # of several bases it is not known here which of them reads the prompt
+    (base,), most = run.bases.values(), run.config.rollout.max_prompt_tokens
+    if not (Path(base.model.path) / "tokenizer.json").exists():
+        return ""
+    codec = Codec(base.model.path, template_options=base.model.template_options.to_dict())
+    if (tokens := min(len(codec.encode(messages)) for messages in prompts)) <= most:
+        return ""
+    return (
+        f"of which the first prompts have {tokens} tokens or more, but config.rollout.max_prompt_tokens is {most}, so "
+        "that no episode gets a reply: raise it, or shorten the prompts"
+    )

@@ -15,6 +15,7 @@ from flowjax.envs.pool import EnvPool
 from flowjax.launch.__main__ import read_request
 from flowjax.launch.probe import inspect_run
 from flowjax.launch.trial import check_episode
+from flowjax.models.nano import build_tokenizer
 from flowjax.records import Task
 from flowjax.run import resolve
 
@@ -388,6 +389,19 @@ def test_an_episode_of_ones_own_is_played_before_engines_start(
         config.env.step_timeout_s = 1.0
     found = list(check_episode(resolve(config), limit_s=3600.0))
     assert len(found) == bool(error) and all(world in text and workflow in text and error in text for text in found)
+
+
+@pytest.mark.parametrize(("limit", "refused"), [(8, True), (1024, False)])
+def test_first_prompts_over_the_limit_are_refused(countdown: type[World], tmp_path: Path, limit: int, refused: bool):
+    build_tokenizer(countdown().vocabulary(), tmp_path / "base")
+    config = default_config()
+    config.env.name, config.reward.components = "countdown:Countdown", {"success": 1.0}
+    config.model.path, config.rollout.max_prompt_tokens = str(tmp_path / "base"), limit
+    found = list(check_episode(resolve(config), limit_s=3600.0))
+    assert len(found) == refused
+    assert all(
+        re.search("first prompts have [0-9]+ tokens or more, but .*max_prompt_tokens is 8", text) for text in found
+    )
 
 
 def test_worlds_that_key_states_by_hash_have_the_same_keys_in_every_worker(countdown: type[World]):
