@@ -239,7 +239,7 @@ Switch = bool | Bool[Array, ""]
 
 def success(success: Outcome) -> Outcome:
     """1 when the task was solved, else 0."""
-    return (success >= 1.0).astype(jnp.float32)
+    return (success > 0.5).astype(jnp.float32)
 
 
 def partial_score(score: Outcome) -> Outcome:
@@ -283,7 +283,7 @@ def well_formed(well_formed: Outcome) -> Outcome:
 def solved_well_formed(success: Outcome, well_formed: Outcome, *, format_reward: Number = 0.1) -> Outcome:
     """1 for a right answer in the right format, `format_reward` for the format alone, else 0. Search-R1 style."""
     in_format = well_formed >= 1.0
-    return jnp.where(in_format, jnp.where(success >= 1.0, 1.0, format_reward), 0.0)
+    return jnp.where(in_format, jnp.where(success > 0.5, 1.0, format_reward), 0.0)
 
 
 def verdict(
@@ -298,7 +298,7 @@ def verdict(
     right = answer_right > 0.5
     share = jnp.where(right, right.mean(), 1.0 - right.mean())  # never 0: the trajectory itself is in it
     weight = jnp.where(balanced, jnp.minimum(most_weight, 0.5 / share), 1.0)
-    return 1.0 - weight * (success < 1.0)
+    return 1.0 - weight * (success <= 0.5)
 
 
 def zero_sum(payoff: Outcome, opponent_payoff: Outcome) -> Outcome:
