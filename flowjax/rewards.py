@@ -215,9 +215,9 @@ def _part(name: str, setting: Any) -> _Part:
         )
     function = load_named(f"{field}.path", path, RewardError)
     known = {key: p for key, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    if taken := sorted({"weight", "path"} & known.keys()):
+    if clash := sorted({"weight", "path"} & known.keys()):
         raise RewardError(
-            f"{field}.path is {path!r}, which has an option {taken[0]!r}, as every component has: give it another name"
+            f"{field}.path is {path!r}, which has an option {clash[0]!r}, as every component has: give it another name"
         )
     types = {option: kind for option, kind in declared_types(function).items() if option in known}
     for problem in option_problems(field, options, types, repr(name)):
