@@ -335,7 +335,9 @@ async def _replies(config, folder: Path, url: str) -> tuple[list[EngineReply], l
         await follower.ready()
         players = [asyncio.create_task(play(prompt)) for prompt in shared]
         for version in range(1, 4):
-            await asyncio.sleep(0.5)
+            while not any(served_version(name) == ("agent", version - 1) for each in replies for name, _ in each.spans):
+                assert not any(player.done() for player in players)
+                await asyncio.sleep(0.05)  # until a reply has tokens of the version before, however busy the machine is
             checkpoints.save(version, weights(config, version), {}, {})
             assert await follower.changed("agent", version - 1) == version
         await asyncio.gather(*players)
