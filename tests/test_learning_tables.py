@@ -283,7 +283,8 @@ def test_the_table_says_what_the_evaluations_hold(tmp_path: Path):
         config.model.path = f"models/{seed}"
         save_run(config, run)
     base, first = learning.table("estimator", runs, tasks=200).splitlines()[2:4]
-    assert len(base.split("|")[3].split()) == 3  # each seed's own
+    own = [learning.cells([learning.base_evaluation(run, "greedy", 200)]) for run in runs["rewardflow"]]
+    assert base.split("|")[3].split() == [each.split()[0] for each in own]  # each seed's own, in order
     assert first == text.splitlines()[3]
 
 

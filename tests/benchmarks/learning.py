@@ -172,7 +172,9 @@ def table(way: str, runs: Mapping[str, Sequence[Path]], tasks: int) -> str:
     curves = {name: [curve(run) for run in found] for name, found in runs.items()}
     start, end = (float(np.mean([each.success[place] for each in curves[first]])) for place in (0, -1))
     target = start + SHARE * (end - start)
-    bases = {load_run(run).model.path: run for run in reversed(runs[first])}
+    bases: dict[str, Path] = {}
+    for run in runs[first]:
+        bases.setdefault(load_run(run).model.path, run)
     base = [cells([base_evaluation(run, how, tasks) for run in bases.values()]) for how in HOW]
     rows = [f"| (base) | {' | '.join(base)} | | | | | |"]
     rows += [row(name, found, target, tasks) for name, found in runs.items()]
