@@ -18,6 +18,7 @@ from flowjax.dataflow.server import Limit, limits
 from flowjax.records import Bounds, WireError, unpack
 from tests.dataflow.hostile_messages import episode, on_the_wire
 from tests.dataflow.test_hostile import Dataflow, body_of, run
+from tests.work import million_additions_s
 
 SENDERS = 20
 
@@ -132,7 +133,7 @@ def test_nested_nothing_is_refused_before_it_takes_memory(kind):
     with pytest.raises(WireError):
         unpack(message, most_elements=50_000)
     assert resident_bytes() - before < 64 * 2**20
-    assert time.process_time() - started_s < 1.0
+    assert time.process_time() - started_s < 33 * million_additions_s()  # 1 s on a fast machine
 
 
 def test_a_large_message_is_decoded_beside_the_loop(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowjax.envs.math.world import CalculatorError, calculate
+from tests.work import million_additions_s
 
 NUMBERS = st.integers(0, 999).map(str)
 EXPRESSIONS = st.recursive(
@@ -86,7 +87,7 @@ def test_everything_else_is_refused_at_once(expression: str):
     started = time.process_time()
     with pytest.raises(CalculatorError):
         calculate(expression)
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 33 * million_additions_s()  # 1 s on a fast machine
 
 
 @given(st.text(alphabet="0123456789+-*/^%().,_ e", max_size=40))

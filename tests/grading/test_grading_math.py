@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flowjax.grading.answers import last_boxed
 from flowjax.grading.math import anywhere, equal, is_number, last_number, plain_form
+from tests.work import million_additions_s
 
 # The verdicts that the published scorer of FlowSteer got wrong, or right only with help, come first.
 SAME = [
@@ -232,7 +233,7 @@ def test_different(answer: str, gold: str):
 def test_answers_that_would_take_for_ever_are_wrong_at_once(bomb: str):
     started = time.process_time()
     assert not equal(bomb, "x+5") and not equal("x+5", bomb)
-    assert time.process_time() - started < 3
+    assert time.process_time() - started < 100 * million_additions_s()  # 3 s on a fast machine
 
 
 @pytest.mark.parametrize("answer", ["x" + "!" * 900, "2" + "!" * 500 + "x"])
@@ -271,7 +272,8 @@ def test_numbers_too_large_to_compute_cost_milliseconds(bomb: str):
     started = time.process_time()
     assert not equal(bomb, "17") and not equal("17", bomb)
     assert not equal(bomb, "y+5")
-    assert time.process_time() - started < 0.6  # of three comparisons; computing one took 3 s and more
+    spent_s = time.process_time() - started  # of three comparisons; computing one took 3 s and more
+    assert spent_s < 20 * million_additions_s()  # 0.6 s on a fast machine
 
 
 def test_towers_and_large_powers_are_compared():
