@@ -407,7 +407,7 @@ def _playing(status: Mapping[str, Any], ended: bool) -> Iterator[str]:
 def _keeping(status: Mapping[str, Any], ended: bool) -> Iterator[str]:
     if not status:
         return
-    yield from (f"{status.get(state, 0)} {state}" for state in ("waiting", *("leased",) * (not ended), "quarantined"))
+    yield from (f"{status.get(s, 0)} {s}" for s in ("waiting", "leased", "quarantined") if s != "leased" or not ended)
     for cause, n in status.get("failed", {}).items():
         yield f"{n} failed ({cause.replace('_', ' ')})"
     if status.get("short_groups"):

@@ -81,7 +81,8 @@ def _unlike(config: ConfigDict, splits: Collection[Split]) -> str:
         in_training = config.env.sources.get(source, {}).get("train_tasks", config.env.train_tasks)
         for split in splits:
             tasks, until_s = world.tasks(split, config.env.data_seed), time.monotonic() + _READING_S
-            for index in range(min(_MOST_TASKS, len(tasks), *[in_training] * (split == "train"))):
+            bound = in_training if split == "train" else _MOST_TASKS  # beyond it no task is trained on
+            for index in range(min(_MOST_TASKS, len(tasks), bound)):
                 if time.monotonic() > until_s:
                     break
                 task, place = task_at(tasks, index), f"whose tasks({split!r}, ...)[{index}]"
