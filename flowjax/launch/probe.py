@@ -94,7 +94,11 @@ def _world(config: ConfigDict) -> Iterator[str]:
         try:
             with naming_options_of(source, config):
                 world = kind(**options)
-                world.env()
+                try:
+                    world.env()
+                except NotReady:  # a sandbox, say
+                    if "rollout" not in config.elsewhere:
+                        raise
         except Exception as error:
             yield fails(f"{field} is {options}, with which {config.env.name} fails", error)
             continue

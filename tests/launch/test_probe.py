@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,6 +16,7 @@ from configs.math_pair import get_config
 from flowjax import rewards
 from flowjax.envs import WorldError
 from flowjax.envs.sokoban import Sokoban
+from flowjax.grading import sandbox
 from flowjax.launch import preflight
 from flowjax.launch.devices import Devices
 from flowjax.launch.probe import inspect_run
@@ -316,6 +318,16 @@ def test_servers_that_the_worlds_ask_are_for_those_who_play():
     config = search.get_config("nano")
     config.env.options = {"retriever": "http://127.0.0.1:9"}  # a port that nobody serves
     assert "http://127.0.0.1:9 gives no passages" in inspect_run(resolve(config), 1, None)["here"][0]
+    config.elsewhere = ("rollout",)
+    assert inspect_run(resolve(config), 1, None)["here"] == []
+
+
+@pytest.mark.parametrize("recipe", [code, canvas])
+def test_a_sandbox_is_for_those_who_play(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    bare = replace(sandbox.isolation(), name=sandbox.RLIMITS_ONLY, why="it is not there")
+    monkeypatch.setattr(sandbox, "isolation", lambda: bare)
+    config = recipe.get_config("nano")
+    assert "install bubblewrap" in inspect_run(resolve(config), 1, None)["here"][0]
     config.elsewhere = ("rollout",)
     assert inspect_run(resolve(config), 1, None)["here"] == []
 
