@@ -305,8 +305,8 @@ def gigpo(
 
 # ---------------------------------------------------------------------------------------- state graphs: RewardFlow, GAE
 
-# Deviations of the step part below this share of the group's highest value are rounding, not signal.
-_LEAST_DEVIATION = 1e-4
+# Differences and deviations of the step part below this share of the group's highest value are rounding, not signal.
+_ROUNDED = 1e-4
 # Values have converged once a sweep moves none of them by more than this share of its group's highest one.
 _TOLERANCE = 1e-6
 
@@ -344,9 +344,9 @@ def rewardflow(
         gamma: discount per turn.
         step_weight: w.
         rewards: the trajectory's score at its last turn, or the environment's reward of every turn.
-        invalid_penalty: subtracted from d of a turn whose reply could not be read.
+        invalid_penalty: subtracted from d of a turn whose reply could not be read, before d is scaled.
         episode_norm: scale of the episode part.
-        step_norm: scale of the step part; "mean" is "none" here, since the mean of d is zero already.
+        step_norm: scale of the step part; "mean" is "none" here, since d has a mean of zero but for the penalty.
     """
     found = state_values(table, gamma=gamma, rewards=rewards)
     credit = _differences(table, found, gamma) - invalid_penalty * ~table.valid
@@ -354,7 +354,7 @@ def rewardflow(
         _, _, deviation = segment_statistics(credit, table.group, table.mask)
         highest = _highest(table, found.before)
         # Zero where nothing was earned and nothing reached: 0 / 1, not 0 / 0.
-        floor = _LEAST_DEVIATION * highest
+        floor = _ROUNDED * highest
         credit = credit / jnp.where(deviation + floor > 0, deviation + floor, 1.0)
     return jnp.where(table.mask, grpo(table, norm=episode_norm) + step_weight * credit, 0.0)
 
@@ -366,7 +366,9 @@ def step_credit(table: TurnTable, *, gamma: Discount = 0.9, rewards: Rewards = "
 
 
 def _differences(table: TurnTable, found: StateValues, gamma: Discount) -> Float[Array, "turns"]:
-    return jnp.where(table.mask, found.earned + gamma * found.after - found.before, 0.0)
+    credit = jnp.where(table.mask, found.earned + gamma * found.after - found.before, 0.0)
+    # A group of rounding alone has no credit: over a deviation that is rounding, too, it would look like some.
+    return jnp.where(_highest(table, credit) > _ROUNDED * _highest(table, found.before), credit, 0.0)
 
 
 @partial(jax.jit, static_argnames=("rewards",))

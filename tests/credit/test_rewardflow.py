@@ -150,16 +150,25 @@ def test_equal_episodes_are_not_told_apart_by_rounding():
     assert not np.asarray(rewardflow(paths_table([Path([0, 1], [0.0])] * 3))).any()
 
 
-@pytest.mark.parametrize(("name", "options"), [("rewardflow", {}), ("gae", {"whitened": False})])
-def test_without_a_discount_ways_that_all_succeed_are_not_told_apart(name: str, options: dict):
+@pytest.mark.parametrize("score", [1.0, 0.7, 100.1])
+@pytest.mark.parametrize(("name", "options"), [("rewardflow", {}), ("gae", {}), ("gae", {"whitened": False})])
+def test_without_a_discount_ways_that_all_succeed_are_not_told_apart(name: str, options: dict, score: float):
     """Also where they come back to the same states so often that values are slow to converge."""
     rng, paths = np.random.default_rng(0), []
     for _ in range(8):
         states = [0]
         while states[-1] < 16:
             states.append(max(states[-1] + int(rng.choice([-1, 1])), 0))
-        paths.append(Path(states, [0.0] * (len(states) - 2) + [1.0]))
-    assert np.abs(np.asarray(estimate(paths_table(paths), name, gamma=1.0, **options))).max() < 1e-5
+        paths.append(Path(states, [0.0] * (len(states) - 2) + [score]))
+    assert not np.asarray(estimate(paths_table(paths), name, gamma=1.0, **options)).any()
+
+
+@pytest.mark.parametrize("name", ["rewardflow", "gae"])
+@pytest.mark.parametrize("score", [0.7, 1.0, 3000.0])
+def test_rounding_is_no_signal(name: str, score: float):
+    """Equal scores, no state twice: values that differ from 0.9 V(s') by rounding alone earn nothing at all."""
+    paths = [Path(list(range(40 * one, 40 * one + 31)), [0.0] * 29 + [score]) for one in range(8)]
+    assert not np.asarray(estimate(paths_table(paths), name)).any()
 
 
 def test_another_agents_turns_are_part_of_the_world():
