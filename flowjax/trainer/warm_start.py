@@ -25,7 +25,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, ConfigError, asks_help, default_config, taught_options
-from flowjax.envs import World, WorldError, find_world
+from flowjax.envs import EnvDied, World, WorldError, find_world
 from flowjax.envs.demonstrations import Exchange, base_words, expert_conversations, is_executor
 from flowjax.files import FileHeldError, held
 from flowjax.models.config import read_config
@@ -41,6 +41,7 @@ from flowjax.trainer.sources import FixedSource
 from flowjax.trainer.train import train_one, use_compile_cache
 from flowjax.workflows.codec import Codec
 
+_USER_MISTAKE = 2  # exit status at which the launcher does not start this again
 _ROOM = 1.1  # token slots of a micro-batch, as a multiple of the tokens of a batch of lessons of mean length
 _ROWS_MULTIPLE = 8  # the number of packed rows is a multiple of it, so that 2, 4 or 8 devices divide them
 
@@ -125,6 +126,7 @@ def imitation_rows(
 
     Raises:
         ConfigError: a word in a prompt or reply is not in the base's vocabulary.
+        WorldError: what the environments need, such as a server, is away.
     """
     tasks = world.tasks("train", config.env.data_seed)[: warm.tasks]
     conversations = expert_conversations(config.workflow)(
@@ -141,7 +143,13 @@ def imitation_rows(
     rows: list[TokenRow] = []
     replies = 0
     while replies < states or len(rows) < warm.batch_rows:
-        conversation = next(conversations)
+        try:
+            conversation = next(conversations)
+        except EnvDied as died:
+            raise WorldError(
+                f"config.env.name is {config.env.name!r}, in which the expert cannot play ({died}): mend that, and "
+                "launch again"
+            ) from died
         _check_words(config, conversation, codec.tokens)
         rows.append(_row(codec, conversation))
         replies += len(conversation)
@@ -268,7 +276,8 @@ def main(argv: list[str]) -> None:
         use_compile_cache(run.config.trainer.compile_cache)
         have_base(run, run.bases[flags.FLAGS.base])
     except (BatchError, ConfigError, ModelError, WorldError) as error:
-        sys.exit(f"warm start: {error}")
+        print(f"warm start: {error}", file=sys.stderr, flush=True)
+        sys.exit(_USER_MISTAKE)
 
 
 def _define() -> None:

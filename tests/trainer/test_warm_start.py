@@ -1,16 +1,18 @@
 """The making of a nano base that the world asks: an executor of the canvas."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from configs import math, sokoban
-from flowjax.config import ConfigError, taught_options
+from configs import math, search, sokoban
+from flowjax.config import ConfigError, save_run, taught_options
 from flowjax.envs import Split
 from flowjax.envs.canvas import Canvas
 from flowjax.envs.demonstrations import base_words, is_executor
@@ -107,6 +109,27 @@ def test_a_word_that_the_vocabulary_lacks_is_named_before_anything_is_taught(tmp
         warm_start.imitation_rows(
             config, config.warm_start, world, Codec(tmp_path / "short"), states=1, label_noise=0.0
         )
+
+
+def test_a_server_that_is_away_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """It was a traceback, and the launcher tried once more."""
+    config = search.get_config("nano")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    config.env.options.update({"documents": 200, "retriever": address, "search_timeout_s": 0.1})
+    config.env.train_tasks = config.warm_start.tasks = 10
+    config.model.path, config.model.nano = str(tmp_path / "base"), SHAPE
+    save_run(config, tmp_path)
+    monkeypatch.setattr(warm_start, "flags", SimpleNamespace(FLAGS=SimpleNamespace(run=str(tmp_path), base="base")))
+    monkeypatch.setattr(warm_start, "use_compile_cache", lambda _: None)
+    with pytest.raises(SystemExit) as refused:
+        warm_start.main([])
+    said = capsys.readouterr().err
+    named = "warm start: config.env.name is 'flowjax.envs.search:Search', in which the expert cannot play (no retrieval"
+    assert refused.value.code == 2 and said.startswith(named) and said.count("\n") == 1, said
+    assert address in said and not (tmp_path / "base").exists()
 
 
 class Seen(Exception):

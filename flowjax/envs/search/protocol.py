@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from flowjax.envs import WorldError
+from flowjax.envs import EnvDied, WorldError
 from flowjax.envs.search.corpus import RELATIONS, SYLLABLES, Document, document, split_name
 from flowjax.grading.answers import without_thoughts
 from flowjax.records import state_key
@@ -201,8 +201,11 @@ BUSY_PAUSE_S = 1.0  # what a busy server of ours asks for
 Found = TypeVar("Found")
 
 
-class RetrievalError(RuntimeError):
+class RetrievalError(EnvDied):
     """No server gives passages. It ends the episode."""
+
+    def __init__(self, message: str):
+        super().__init__(message, "env_error")
 
 
 def search_request(wire: Wire, query: str, count: int) -> tuple[str, dict[str, Any]]:
