@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
@@ -242,6 +243,28 @@ def test_a_key_is_asked_for():
 def test_a_start_that_cannot_work_says_why(arguments: list[str], named: str):
     with pytest.raises(WorldError, match=named):
         load(read_arguments(arguments))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--port=99999", "--port=-1", "--documents=-5", "--corpus_seed=-1", "--max_batch=0"]
+    + [f"--batch_window_ms={value}" for value in ("-1", "nan", "inf")],
+)
+def test_numbers_out_of_range_are_refused_as_flags(flag: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as refused:
+        read_arguments(["--documents=200", flag])
+    said = capsys.readouterr().err
+    assert refused.value.code == 2 and "give a number from" in said, said
+    assert flag.partition("=")[0] in said and flag.partition("=")[2] in said, said
+
+
+@pytest.mark.parametrize("vectors", [np.zeros(200, np.float32), np.zeros((200, 4), "U1"), None])
+def test_vectors_of_another_form_are_refused_before_the_corpus_is_read(vectors: np.ndarray | None, tmp_path: Path):
+    file, folder = tmp_path / "vectors.npy", tmp_path / "made.index"
+    file.write_bytes(b"nothing of the kind") if vectors is None else np.save(file, vectors)
+    flags = ["--index=dense", "--encoder=no:no", "--compress=SQ8", f"--index_path={folder}", f"--vectors={file}"]
+    with pytest.raises(WorldError, match=r"--vectors=.*vectors\.npy (holds|cannot be read).*: give a \.npy file with"):
+        load(read_arguments(["--corpus=/nowhere/corpus.jsonl", *flags]))
 
 
 def test_other_machines_are_served_with_a_key_only():

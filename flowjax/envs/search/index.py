@@ -205,12 +205,25 @@ def read_faiss(needed_for: str) -> Any:
 
 
 def read_vectors(path: Path) -> tuple[Vectors, int]:
-    """The vectors of a .npy file or of an exact faiss index, memory-mapped, and their number."""
+    """The vectors of a .npy file or of an exact faiss index, memory-mapped, and their number.
+
+    Raises:
+        WorldError: the file holds something else.
+    """
+    remedy = "give a .npy file with a row of numbers for each passage, or an exact faiss index"
     if path.suffix == ".npy":
-        array = np.load(path, mmap_mode="r")
+        try:
+            array = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError, OSError) as error:
+            raise WorldError(f"--vectors={path} cannot be read ({error}): {remedy}") from error
+        if array.ndim != 2 or array.dtype.kind != "f":
+            raise WorldError(f"--vectors={path} holds {array.dtype} of shape {array.shape}: {remedy}")
         return lambda start, end: array[start:end], len(array)
     faiss = read_faiss(f"--vectors={path}")
-    index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+    try:
+        index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+    except RuntimeError as error:
+        raise WorldError(f"--vectors={path} cannot be read ({error}): {remedy}") from error
     return lambda start, end: index.reconstruct_n(start, end - start), int(index.ntotal)
 
 

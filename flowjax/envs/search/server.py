@@ -52,8 +52,7 @@ from flowjax.envs.search.protocol import KEY_VARIABLE
 
 MAX_WAITING = 16_384  # queries
 MAX_BODY_BYTES = 1 << 20
-MAX_QUERIES = 1024  # in one request
-MAX_URLS = 64
+MAX_QUERIES, MAX_URLS = 1024, 64  # in one request
 MAX_TOPK = 100
 MAX_QUERY_CHARACTERS = 4000
 TRIED = 16  # passages that a dense index is tried with: of one without a letter an encoder may make no numbers
@@ -297,7 +296,12 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--open", action="store_true", help="serve other machines without a key")
     parser.add_argument("--max_batch", type=int, default=256, help="queries searched at once")
     parser.add_argument("--batch_window_ms", type=float, default=1.0, help="wait of a query for company")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    bounds = {"documents": (0, 10**9), "corpus_seed": (0, 1 << 63), "port": (0, 65535), "max_batch": (1, MAX_WAITING)}
+    for name, (least, most) in {**bounds, "batch_window_ms": (0, 60_000)}.items():
+        if not least <= getattr(given, name) <= most:  # nan is between no two numbers
+            parser.error(f"--{name}={getattr(given, name)}: give a number from {least} to {most}")
+    return given
 
 
 def load(arguments: argparse.Namespace) -> tuple[Sequence[Document], Index]:
@@ -314,11 +318,10 @@ def load(arguments: argparse.Namespace) -> tuple[Sequence[Document], Index]:
         raise WorldError("--compress, --vectors and --search_with are for --index=dense")
     if arguments.vectors and not (arguments.compress and Path(arguments.vectors).is_file()):
         raise WorldError(f"--vectors={arguments.vectors} is the file that --compress makes an index of: give both")
-    documents: Sequence[Document] = (
-        Corpus(arguments.corpus)
-        if arguments.corpus
-        else encyclopedia(arguments.documents, arguments.corpus_seed).documents()
-    )
+    if arguments.vectors:
+        read_vectors(Path(arguments.vectors))  # refused here, before the corpus is read
+    book = None if arguments.corpus else encyclopedia(arguments.documents, arguments.corpus_seed)
+    documents: Sequence[Document] = book.documents() if book else Corpus(arguments.corpus)
     index = _load_index(arguments, documents)
     if index.passages != len(documents):
         raise WorldError(
@@ -436,9 +439,8 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    arguments = read_arguments(argv)
     try:
-        asyncio.run(serve(arguments))
+        asyncio.run(serve(read_arguments(argv)))
     except WorldError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
