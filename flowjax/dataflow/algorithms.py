@@ -426,11 +426,14 @@ def _yes_or_no(answer: Any) -> bool:
     return bool(answer)
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(metrics: Mapping[str, Any]) -> Mapping[str, float]:
     try:  # numpy's numbers are none for JSON
-        return {str(name): each if isinstance(each, int | float) else float(each) for name, each in metrics.items()}
+        found = {str(name): each if isinstance(each, int | float) else float(each) for name, each in metrics.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(f"it answers {metrics!r}: give a map from names to numbers") from error
+    for name in (name for name, each in found.items() if not math.isfinite(each)):
+        raise ValueError(f"it answers {found[name]} for {name!r}: give a finite number, or leave it out")
+    return found
 
 
 def _mask(trajectories: int, mask: Any) -> np.ndarray:

@@ -82,6 +82,16 @@ class Unmeasured(Algorithm):
         pass
 
 
+class Unfinished(Algorithm):
+    """Has a share of nothing among its metrics."""
+
+    def __init__(self, *, seed: int):
+        del seed
+
+    def metrics(self) -> dict[str, float]:
+        return {"share": float("nan")}
+
+
 class TooFew(Algorithm):
     """Is asked with more than it takes."""
 

@@ -74,6 +74,8 @@ def test_an_algorithm_that_raises_is_named_and_so_for_ever(hook, args):
         ("serve", (CANDIDATES, [], 2), CANDIDATES[:1], "serve raised ValueError: it answers 1 groups, too few for"),
         ("metrics", (), None, "metrics raised TypeError: it answers None: give a map from names to numbers"),
         ("metrics", (), {"kept": None}, "metrics raised TypeError: it answers {'kept': None}: give a map from names"),
+        ("metrics", (), {"kept": np.nan}, "metrics raised ValueError: it answers nan for 'kept': give a finite number"),
+        ("metrics", (), {"a": 1, "b": np.float32(-np.inf)}, "metrics raised ValueError: it answers -inf for 'b'"),
         ("metrics", (), {"kept": np.zeros(3)}, "metrics raised TypeError: it answers {'kept': array"),
     ],
 )

@@ -104,6 +104,7 @@ def test_options_of_a_source_are_refused_under_its_name(shared, own, named):
         ),
         ({"mine": {"path": "tests.dataflow.own_algorithm:Forgets"}}, r"config.dataflow.algorithms.mine.state .*set"),
         ({"mine": {"path": "tests.dataflow.own_algorithm:Unmeasured"}}, r"mine.metrics .*it answers None: give a map"),
+        ({"mine": {"path": "tests.dataflow.own_algorithm:Unfinished"}}, r"mine.metrics .*it answers nan for 'share'"),
     ],
 )
 def test_data_algorithms_that_cannot_be_made_are_refused(algorithms, message):
