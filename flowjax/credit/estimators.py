@@ -77,8 +77,8 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_tried(name: str, options: Mapping[str, Any]) -> None:
-    """Raise CreditError unless the estimator gives a finite number per row of `trial_tables`, the same ones where there
-    are more rows that do not count."""
+    """Raise CreditError unless the estimator gives a finite number per row of `trial_tables`, the same ones when it is
+    asked again, and where there are more rows that do not count."""
     table, with_uncounted = trial_tables()
     try:
         found = np.asarray(estimate(table, name, **options))
@@ -88,6 +88,10 @@ def _check_tried(name: str, options: Mapping[str, Any]) -> None:
             if not why and not np.isfinite(given).all():
                 lost = " (the others of its group may fail: 0 is right there)" if group == "one episode" else ""
                 why = f"gives {given} for a group of {group}, of two turns each{lost}"
+        if not why:
+            again = np.asarray(estimate(table, name, **options))
+            for row in np.flatnonzero(~np.isclose(again, found, rtol=1e-3, atol=1e-5))[:1]:
+                why = f"gives row {row} {found[row]:g}, then {again[row]:g} in a second call with equal arguments"
         if not why:
             expected, again = np.append(found[:10], [0, 0]), np.asarray(estimate(with_uncounted, name, **options))[:12]
             for row in np.flatnonzero(~np.isclose(again, expected, rtol=1e-3, atol=1e-5))[:1]:

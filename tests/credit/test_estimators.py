@@ -319,6 +319,7 @@ def test_an_estimator_of_ones_own():
         ("beside_the_others", "gives .nan .* for a group of one episode, .* .the others of its group may fail: 0 is"),
         ("over_all_rows", "gives row 0 -0.00195.* instead of -0.0078.* once a failed episode and more padding are in"),
         ("unmasked", "gives row 10 1 instead of 0 once .*: let rows whose `mask` is False have 0, and no part in any"),
+        ("at_random", "gives row 0 0.5, then 1.5 in a second call with equal arguments: give a function of the table"),
         ("SEVERAL_STEPS", "is no function or class"),
     ],
 )
@@ -352,6 +353,11 @@ def unmasked(table):
     return table.score + 1.0
 
 
+def at_random(table):
+    DRAWN.append(len(DRAWN) + 0.5)
+    return table.mask * DRAWN[-1]
+
+
 def not_finite(table):
     return table.score * float("nan")
 
@@ -366,6 +372,7 @@ def beside_the_others(table):
     return jnp.where(table.mask, 0.0 / (turns - 2), 0.0)
 
 
+DRAWN: list[float] = []
 SEVERAL_STEPS = [Path([0, 1, 0, 5], [0.0, 0.0, 1.0]), Path([0, 6], [1.0])]  # equal scores, and state 0 comes back
 OTHERS = [Path([20, 21, 20, 23], [0.0, 0.0, 1.0], group=1), Path([20, 22], [0.0], group=1)]
 # docs/credit/README.md, edges of groups: what gives something to a group whose members score alike.
