@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,20 @@ def test_tables_of_kept_runs_are_what_these_came_to(tmp_path: Path):
         assert said[table.name].startswith(f"{cells} cells agree, 0 differ")
     pictures = {file.read_bytes() for file in (ROOT / "docs" / "images").glob("estimators_*.svg")}
     assert {file.read_bytes() for file in tmp_path.rglob("*.svg")} <= pictures
+
+
+def test_a_seed_that_kept_runs_lack_is_named_instead_of_trained(tmp_path: Path):
+    """It was trained, for hours and without a word."""
+    with tarfile.open(tmp_path / "kept.tar.xz", "w:xz"):
+        pass
+    page, command = tmp_path / "page.md", "python -m tests.benchmarks.algorithms --seeds=7 --out={out}"
+    mark = f"<!-- made by: {command}; minutes: 1; kept: {tmp_path / 'kept.tar.xz'} -->"
+    page.write_text(f"{mark}\n| estimator | greedy |\n|---|---|\n| grpo | 52.5 % [46.7, 58.2] |\n")
+    asked = [sys.executable, "-m", "tests.benchmarks.reproduce", "--kept", f"--out={tmp_path}", f"--pages={page}"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    said = f"the command failed: {tmp_path / 'kept.tar.xz'} lacks what this makes: python -m flowjax.launch "
+    assert said in done.stdout and "--config.seed=7" in done.stdout, done.stdout + done.stderr
 
 
 def test_what_is_made_again_is_made_once_and_written_with_where_it_comes_from(tmp_path: Path):

@@ -22,6 +22,7 @@ and each cell that differs, and prints a line for each table. A command that has
 """
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -37,6 +38,7 @@ from absl import app, flags
 
 from flowjax.files import replace_file
 from flowjax.monitor.provenance import read_starts, recorded_start
+from tests.benchmarks.runs import KEPT_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 QUICK_MINUTES = 3.0
@@ -226,9 +228,10 @@ def printed(command: tuple[str, ...], out: Path, kept: str = "") -> tuple[str | 
                 archive.extractall(folder / "runs", filter="data")
         print("$ python", *arguments, flush=True)
         with recorded_start([folder], ["python", *arguments]) as start, (folder / "log.txt").open("a") as log:
-            done = subprocess.run(
-                [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=log, text=True, check=False, cwd=ROOT
-            )
+            # Without its kept results a command would make them, which takes hours.
+            env = {**os.environ, **({KEPT_VARIABLE: kept} if kept else {})}
+            command_line = [sys.executable, *arguments]
+            done = subprocess.run(command_line, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env)
             start["exit_status"] = done.returncode
         if done.returncode:
             return None, folder
@@ -285,7 +288,11 @@ def main(argv: Sequence[str]) -> None:
             printed(stated.command, out / "kept", stated.kept) if given.kept else printed(stated.command, out)
         )
         made = None if text is None else tables(text)
-        agreed, problems = (0, ["the command failed"]) if made is None else compare(stated, made, exactly=given.kept)
+        if made is None:
+            said = (folder / "log.txt").read_text().splitlines()
+            agreed, problems = 0, [": ".join(["the command failed", *said[-1:]])]
+        else:
+            agreed, problems = compare(stated, made, exactly=given.kept)
         file = out / f"{re.sub(r'[^a-zA-Z0-9]+', '-', stated.name)}.md"
         replace_file(file, report(stated, agreed, problems, folder))
         failed |= bool(problems)

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -28,6 +29,7 @@ from flowjax.monitor.provenance import read_starts
 from flowjax.rollout.sidecar import engine_command
 from flowjax.run import Engine, Run
 
+KEPT_VARIABLE = "FLOWJAX_KEPT"  # environment variable: the file of kept results that a table is made from, alone
 HOW = {"greedy": 0.0, "sampled": 1.0}  # temperature of each way to play
 
 
@@ -93,8 +95,11 @@ def call(module: str, *arguments: str) -> None:
     """Run a command of flowjax to its end.
 
     Raises:
-        SystemExit: it failed; its own words are above.
+        SystemExit: it failed; its own words are above. Or a table is made from kept results alone, which lack its own.
     """
+    if kept := os.environ.get(KEPT_VARIABLE):
+        lacking = shlex.join([module, *arguments])
+        raise SystemExit(f"{kept} lacks what this makes: python -m {lacking}: run it, and keep all of its table anew")
     command = [sys.executable, "-m", module, *arguments]
     print("$", "python -m", module, *arguments, flush=True)
     if status := subprocess.run(command, check=False).returncode:
