@@ -24,7 +24,7 @@ from flowjax.launch.checks import check_config
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.monitor.transcripts import batch_path, write_lines
 from flowjax.run import resolve
-from tests.benchmarks import algorithms, canvas_rewards, kept, learning, loop, staleness
+from tests.benchmarks import algorithms, canvas_rewards, far_run, kept, learning, loop, staleness
 from tests.benchmarks.data_algorithms import row
 from tests.benchmarks.runs import Curve, curve, evaluated, launches, serving, trained
 
@@ -158,6 +158,19 @@ def test_a_run_is_read_from_its_own_lines(tmp_path: Path):
     assert row("nano_greso", [found, found], 0.4).startswith(
         "| greso | 20 20 % | 60 60 % | 2 of 2 | 360 ± 0 (360, 360) |"
     )
+
+
+def test_a_far_run_with_steps_that_are_not_finite_has_a_row(tmp_path: Path):
+    interval = {"success_rate": 0.5, "low": 0.4, "high": 0.6}
+    lines = [{"kind": "eval", "step": step, "policies": {"agent": interval}} for step in (0, 2)]
+    lines += [{"kind": "batch", "policy": "agent", "ages": {"1": 8}, "dropped": {}, "groups": 8}]
+    lines += [
+        {"kind": "train", "step": step, "time_s": 30.0 * step, "episodes": 60, "mismatch_kl": found}
+        for step, found in ((1, 0.01), (2, "nan"))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = "agent 50.0 % [40.0, 60.0]"
+    assert far_run.row("far", "0", tmp_path) == f"| far | 0 | 0.5 | 2.0 | {before} | {before} | 1 | 0.0 % | nan |"
 
 
 def test_loops_of_both_sides_are_read_and_set_beside_each_other(tmp_path: Path):

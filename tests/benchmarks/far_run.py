@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from absl import app, flags
 
 sys.path.append(str(Path(__file__).parents[1] / "cluster"))
@@ -39,11 +40,6 @@ from tests.integration.whole_run_checks import (
 )
 from tests.nats_server import nats_server
 
-_RECIPE = flags.DEFINE_string("recipe", "math_pair:nano", "Recipe and variant.")
-_SEEDS = flags.DEFINE_list("seeds", ["0"], "Of config.seed.")
-_STEPS = flags.DEFINE_integer("steps", 0, "Versions of each policy; 0 for the recipe's own number.", lower_bound=0)
-_CUT_S = flags.DEFINE_float("cut_s", 60.0, "How long Lima is cut off.", lower_bound=0.0)
-_OUT = flags.DEFINE_string("out", "runs/far", "Folder of the runs and their base model; what is finished is kept.")
 ROOT = Path(__file__).parents[2]
 NODES = ("berlin", "lima", "tokyo")
 LEASE_S = 45.0
@@ -163,9 +159,9 @@ def play_far(folder: Path, settings: Sequence[str]) -> Mapping[str, int]:
         logged(run, "berlin was killed")
         run.link.cut("lima")
         cut_s, alone = time.monotonic(), run.played("lima")
-        run.wait_until(lambda: time.monotonic() - cut_s > _CUT_S.value)
+        run.wait_until(lambda: time.monotonic() - cut_s > flags.FLAGS.cut_s)
         run.link.mend("lima")
-        logged(run, f"lima was cut off for {_CUT_S.value:.0f} s")
+        logged(run, f"lima was cut off for {flags.FLAGS.cut_s:.0f} s")
         run.wait_until(lambda: run.played("lima") > alone)
         logged(run, "lima plays again")
         for process in (run.run, *run.nodes.values()):
@@ -194,7 +190,7 @@ def row(name: str, seed: str, run: Path) -> str:
     oldest = max(int(age) for line in batches for age in line["ages"])
     dropped = {line["policy"]: line["dropped"].get("too_old", 0) for line in batches}
     too_old = sum(dropped.values()) / (sum(dropped.values()) + sum(line["groups"] for line in batches))
-    worst = max(line["mismatch_kl"] for line in train if "mismatch_kl" in line)
+    worst = np.max([float(line["mismatch_kl"]) for line in train if "mismatch_kl" in line])  # "nan" where one is
     evaluations = [line["policies"] for line in evaluation_lines(lines)]
     cells = [f"{taken_s / 60:.1f}", f"{trajectories / taken_s:.1f}", success(evaluations[0]), success(evaluations[-1])]
     return f"| {' | '.join([name, seed, *cells, str(oldest), f'{100 * too_old:.1f} %', f'{worst:.0e}'])} |"
@@ -212,14 +208,14 @@ def success(of_policies: Mapping[str, Mapping[str, float]]) -> str:
 def main(argv: Sequence[str]) -> None:
     del argv
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that namespaces and processes go, too
-    out = Path(_OUT.value).absolute()
-    file, _, variant = _RECIPE.value.partition(":")
+    given, out = flags.FLAGS, Path(flags.FLAGS.out).absolute()
+    file, _, variant = given.recipe.partition(":")
     fields = [f"--config.model.path={out / 'base'}", f"--config.dataflow.lease_s={LEASE_S}"]
-    if _STEPS.value:
-        fields.append(f"--config.trainer.steps={_STEPS.value}")
+    if given.steps:
+        fields.append(f"--config.trainer.steps={given.steps}")
     rows = []
-    for seed in _SEEDS.value:
-        near, _ = trained(_RECIPE.value, seed, out, fields)
+    for seed in given.seeds:
+        near, _ = trained(given.recipe, seed, out, fields)
         rows.append(row("one machine", seed, near))
         folder = out / f"far-{seed}"
         if not (folder / "played.txt").exists():
@@ -230,8 +226,13 @@ def main(argv: Sequence[str]) -> None:
         rows.append(row("far nodes", seed, folder))
         print(f"  episodes of seed {seed}: {(folder / 'played.txt').read_text()}", file=sys.stderr, flush=True)
     print("\n".join([f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows]))
-    print(f"\n{machine(out / f'far-{_SEEDS.value[-1]}')}")
+    print(f"\n{machine(out / f'far-{given.seeds[-1]}')}")
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("recipe", "math_pair:nano", "Recipe and variant.")
+    flags.DEFINE_list("seeds", ["0"], "Of config.seed.")
+    flags.DEFINE_integer("steps", 0, "Versions of each policy; 0 for the recipe's own number.", lower_bound=0)
+    flags.DEFINE_float("cut_s", 60.0, "How long Lima is cut off.", lower_bound=0.0)
+    flags.DEFINE_string("out", "runs/far", "Folder of the runs and their base model; what is finished is kept.")
     app.run(main)
