@@ -222,6 +222,7 @@ from flowjax.canvas.operators import OperatorError
 from flowjax.canvas.operators.registry import load_operators
 from flowjax.canvas.run import fault_of, read_inputs
 from flowjax.canvas.values import Problem, sendable
+from flowjax.grading.answers import options_of
 
 OPERATORS = load_operators({extra!r})
 BACKENDS = {backends}
@@ -306,7 +307,10 @@ async def main(problem):
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        PROBLEM = Problem(sys.argv[1], PROBLEM.kind)
+        options = options_of(sys.argv[1]) if PROBLEM.kind == "choice" else {{}}
+        if PROBLEM.kind == "choice" and not options:
+            sys.exit("the problem lists no options: put each on a line, such as `A. red`")
+        PROBLEM = Problem(sys.argv[1], PROBLEM.kind, options=options)
     print(asyncio.run(main(PROBLEM)))
 '''
 

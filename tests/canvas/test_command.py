@@ -55,8 +55,14 @@ def test_text_and_json_form_are_the_same_workflow(tmp_path: Path, capsys: pytest
 def test_a_choice_has_the_options_that_its_problem_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     problem = ["--problem=What is 6 times 7?\nA. 41\nB. 42", "--kind=choice", "--workflow=Custom -> Format"]
     with endpoint(lambda body: chat("Answer: 42")) as server:
-        assert main([backends(tmp_path, server.url), *problem]) == 0
-    assert (capsys.readouterr().out, len(server.bodies)) == ("B\n", 1)
+        program = tmp_path / "workflow.py"
+        assert main([backends(tmp_path, server.url), *problem, f"--export={program}"]) == 0
+        assert (capsys.readouterr().out, len(server.bodies)) == ("B\n", 1)
+        for given, said in (([], "B\n"), (["And 7 times 6?\nA. 42\nB. 41"], "A\n"), (["And 7 times 6?"], "")):
+            command = [sys.executable, str(program), *given]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert (done.stdout, done.returncode) == (said, 0 if said else 1), done.stderr
+    assert done.stderr.startswith("the problem lists no options: put each on a line") and len(server.bodies) == 3
 
 
 def test_replies_are_printed_as_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
