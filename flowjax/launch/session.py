@@ -5,21 +5,31 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from flowjax.launch.screen import Screen
 from flowjax.launch.supervisor import Role, RoleFailed, Supervisor, on_signals
-from flowjax.monitor.metrics import MetricsWriter, Progress, write_status
+from flowjax.monitor.metrics import MetricsWriter, NewStatus, Progress, printable, write_status
 from flowjax.monitor.prometheus import write_targets
 from flowjax.monitor.trouble import explain, probe
 
 OK, ROLE_FAILED = 0, 1
 _REFRESH_S = 0.4
 _PROBE_EVERY_S = 2.0
+_UNUSED_GROUPS = 32  # in a row, before it is said: an algorithm that keeps one in ten refuses 32 in a row now and then
+# Groups that no trainer gets, by their name in the dataflow's status. Those that were too old would have been of use.
+_UNUSED = {
+    "failed": "with failed episodes",
+    "silent": "without a turn of it",
+    "not_kept": "refused by config.dataflow.algorithms",
+    "put_aside": "put aside",
+}
 _PLAIN_WIDTH = 140  # columns where there is no terminal to ask
 _SHOWN = (
     "down",
@@ -40,6 +50,41 @@ class RunConsole(Console):
     def on_broken_pipe(self) -> None:
         with contextlib.suppress(SystemExit):  # rich sends all further output to /dev/null, then exits
             super().on_broken_pipe()
+
+
+class UnusedGroups:
+    """Finds policies whose groups all come to nothing, in the dataflow's status: their trainers wait, and nothing else
+    is wrong."""
+
+    def __init__(self, run_dir: Path):
+        self._status = NewStatus(run_dir, "dataflow")
+        self._before: dict[str, tuple[int, Counter[str]]] = {}  # newest version and unused groups at the last good one
+        self._said: set[str] = set()
+
+    def warnings(self) -> Iterator[str]:
+        """A sentence about each policy with `_UNUSED_GROUPS` such groups in a row, once for each row."""
+        status = self._status.read()
+        for policy, counts in status.get("policies", {}).items():
+            now = Counter({**counts["dropped"], "put_aside": counts["quarantined_groups"]})
+            version, before = self._before.get(policy, (None, now))
+            if counts["ready_groups"] or counts["committed"] != version:
+                self._before[policy] = counts["committed"], now
+                self._said.discard(policy)
+                continue
+            causes = Counter({cause: now[cause] - before[cause] for cause in _UNUSED})
+            if causes.total() < _UNUSED_GROUPS or policy in self._said:
+                continue
+            self._said.add(policy)
+            shares = ", ".join(f"{n} {_UNUSED[cause]}" for cause, n in causes.most_common() if n)
+            yield f"none of the last {causes.total()} groups of {policy} can be trained on ({shares}){_reason(status)}"
+
+
+def _reason(status: Mapping[str, Any]) -> str:
+    """The newest failure of the kind that most episodes failed by, or the newest reason for putting a group aside."""
+    if failed := status["failed"]:
+        most = max(failed, key=lambda cause: failed[cause])
+        return f"; most failed episodes: {most}, the last by {printable(status['last_failures'].get(most, '?'))[:300]}"
+    return f"; {printable(status['put_aside'][0]['reason'])[:300]}" if status["put_aside"] else ""
 
 
 class RunSession:
@@ -68,7 +113,7 @@ class RunSession:
         self._apart = apart
         self._console = console or RunConsole()
         self._look = look
-        self._metrics = MetricsWriter(run_dir)
+        self._metrics, self._unused = MetricsWriter(run_dir), UnusedGroups(run_dir)
         self._interrupted: signal.Signals | None = None
         self.started_s = time.time()
 
@@ -134,6 +179,8 @@ class RunSession:
         while True:
             try:
                 self.screen.refresh()
+                for found in self._unused.warnings():
+                    self.say(f"warning: {found}")
                 if self._look is not None:
                     self._look(self.screen.progress)
             except Exception as error:

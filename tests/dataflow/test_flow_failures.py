@@ -11,8 +11,9 @@ from flowjax.dataflow.algorithms import AlgorithmError
 from flowjax.dataflow.built_in_algorithms import DynamicSampling
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.service import DataflowService
+from flowjax.launch.session import UnusedGroups
 from flowjax.monitor.held_out import read_held_out
-from flowjax.monitor.metrics import read_metrics
+from flowjax.monitor.metrics import read_metrics, write_status
 from flowjax.records import Episode, Status, Task
 from flowjax.run import resolve
 from tests.dataflow import flows
@@ -72,6 +73,19 @@ def test_short_fills_the_group_at_once(tmp_path):
     play(flow, leases, {leases[0].episode_id})
     assert flow.status()["short_groups"] == 1
     assert batch(flow, 0)[0].totals["episodes"] == 2 * MEMBERS - 1
+
+
+def test_groups_of_which_none_can_be_trained_on_are_told_to_the_user(tmp_path):
+    flow = flow_with(tmp_path, failed_episodes="drop")
+    unused, said = UnusedGroups(tmp_path), []
+    while not said and flow.status()["dropped_groups"] < 100:
+        write_status(tmp_path, "dataflow", flow.status())
+        said = [*unused.warnings()]
+        leases = train_leases(flow)
+        play(flow, leases, {lease.episode_id for lease in leases})
+    (warning,) = said
+    assert warning.startswith("none of the last 32 groups of agent can be trained on (32 with failed episodes); most")
+    assert "env_error" in warning and "the world is gone" in warning
 
 
 def test_a_group_that_became_too_small_is_dropped_and_replaced(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 
 from configs.sokoban import get_config
 from flowjax.launch.__main__ import _final_evaluation, _trained_by_others
+from flowjax.launch.session import UnusedGroups
 from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.metrics import NewStatus, Progress, read_metrics, read_status, write_status
 from flowjax.run import resolve
@@ -141,6 +142,38 @@ def test_the_last_evaluation_may_take_as_long_as_its_episodes_end(tmp_path):
     asyncio.run(both())
     with pytest.raises(RoleFailed, match=r"no episode of the evaluation of version \d+ has ended within 3 s"):
         asyncio.run(_final_evaluation(run, Progress(tmp_path)))
+
+
+def dataflow_status(folder: Path, *, ready: int = 0, committed: int = 0, **dropped: int) -> None:
+    counts = {"dropped": dropped, "quarantined_groups": 0, "ready_groups": ready, "committed": committed}
+    failures = {"failed": {"env_error": 7, "timeout": 1}, "last_failures": {"env_error": "KeyError: 'level'\x1b"}}
+    write_status(folder, "dataflow", {"policies": {"agent": counts}, "put_aside": [], **failures})
+
+
+def test_groups_that_all_come_to_nothing_are_said_once_with_the_cause(tmp_path):
+    """The run waited without a word."""
+    dataflow_status(tmp_path, failed=100)  # of the launch before
+    unused = UnusedGroups(tmp_path)
+    assert not [*unused.warnings()]
+    dataflow_status(tmp_path, failed=101)
+    assert not [*unused.warnings()]
+    dataflow_status(tmp_path, failed=132, too_old=50)
+    assert not [*unused.warnings()], "groups that were too old would have been of use"
+    dataflow_status(tmp_path, failed=132, not_kept=1)
+    (said,) = unused.warnings()
+    assert said == (
+        "none of the last 32 groups of agent can be trained on (31 with failed episodes, 1 refused by "
+        "config.dataflow.algorithms); most failed episodes: env_error, the last by KeyError: 'level'\ufffd"
+    )
+    dataflow_status(tmp_path, failed=170, not_kept=1)
+    assert not [*unused.warnings()]
+    for usable in ({"ready": 1}, {"committed": 1}):
+        dataflow_status(tmp_path, failed=170, **usable)
+        assert not [*unused.warnings()]
+    dataflow_status(tmp_path, committed=1, failed=201)
+    assert not [*unused.warnings()]
+    dataflow_status(tmp_path, committed=1, failed=202)
+    assert len([*unused.warnings()]) == 1, "another row"
 
 
 def test_a_role_that_fails_for_good_ends_the_run_with_its_log(tmp_path):
