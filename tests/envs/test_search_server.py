@@ -543,6 +543,22 @@ def test_a_silent_server_leaves_time_for_the_others(url: str, monkeypatch: pytes
     assert limits == pytest.approx([30, 30, 60], abs=5), "each has half of what is left, the last one all"
 
 
+def test_a_name_that_is_not_looked_up_ends_the_search_in_time(monkeypatch: pytest.MonkeyPatch):
+    over = threading.Event()
+
+    def dead(*_: Any, **__: Any) -> list[Any]:
+        over.wait(60)
+        return []
+
+    monkeypatch.setattr("socket.getaddrinfo", dead)
+    retriever = RemoteRetriever(["http://nowhere.invalid:8000"], wire="query", timeout_s=0.5)
+    with pytest.raises(RetrievalError, match=r"within 0\.5 s.*nowhere\.invalid:8000: TimeoutError: .* its name"):
+        retriever.search("anything", 1)
+    ((_, said),) = retriever.ask_each("anything", 1)
+    assert isinstance(said, str) and said.startswith("TimeoutError") and not over.is_set()
+    over.set()
+
+
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_dead_or_silent_server_costs_the_episode_in_bounded_time(silent: bool):
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -15,8 +15,10 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -335,7 +337,7 @@ class RemoteRetriever:
         try:
             if connection.sock is None:
                 connection.timeout = timeout_s
-                connection.connect()
+                _connect(connection, timeout_s)
                 connection.sock = _InTime(fileno=connection.sock.detach())  # pyright: ignore[reportAttributeAccessIssue]
             connection.sock.until = until
             connection.sock.settimeout(timeout_s)  # of sending
@@ -351,6 +353,25 @@ class RemoteRetriever:
             raise
         self._connections[server] = connection  # kept alive for the next search
         return response.status, bytes(answer)
+
+
+def _connect(connection: http.client.HTTPConnection, timeout_s: float) -> None:
+    """Connect within the time. In a thread, since looking up the host's name has no time-out of its own."""
+    ended = Future[None]()
+
+    def connect() -> None:
+        try:
+            connection.connect()
+        except Exception as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        ended.result(timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or "no connection in time, or no look-up of its name") from error
 
 
 class _InTime(socket.socket):
