@@ -19,11 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowjax.envs import EnvDied, Observation, RemoteEnv, Step, World, find_world
+from flowjax.envs import EnvDied, Observation, RemoteEnv, Step, World, WorldError, find_world
 from flowjax.envs.worker import (
     BUSY,
     DEADLINE_NS,
@@ -348,48 +348,50 @@ class PooledEnv:
             self._worker.sessions -= 1
 
 
-async def irregularity(world: type[World], env: RemoteEnv, other: RemoteEnv, task: Task, turns: int) -> str:
-    """Fault that shows when the same random actions are played in an environment twice and in another one; "" for none.
-
-    The other one shows what belongs to an object or its process alone, such as its address, or chance in `__init__`.
+async def random_walk(world: type[World], env: RemoteEnv, task: Task, turns: int) -> list[dict[str, Any]]:
+    """Take legal actions at random, the same in each call. Returns what the environment shows, turn by turn.
 
     Raises:
         EnvDied: the environment is gone.
+        WorldError: it shows what cannot be used; the message names it and the remedy.
     """
-    first: list[dict[str, Any]] = []
-    for walked, where, remedy in (
-        (env, "", ""),
-        (env, "on one env object again", "have reset() set all state"),
-        (other, "on an env object of another process", "make it of task, seed and actions alone"),
-    ):
-        draws, observation = random.Random(0), await walked.reset(task, 0)
-        seen = [_shown_by(observation)]
-        for turn in range(1, turns + 1):
-            step = await walked.step(draws.choice(observation.legal_actions or ("",)))
-            if lacking := sorted(set(world.OUTCOMES) - step.outcome.keys()):
-                has = f"has {', '.join(step.outcome) or 'nothing'}, but not {', '.join(lacking)}"
-                return f"the outcome of turn {turn} {has}: name all of {world.__name__}.OUTCOMES in every step"
-            for name, value in step.outcome.items():
-                if not (isinstance(value, int | float) and math.isfinite(value)):
-                    return f"the outcome {name} of turn {turn} is {value!r}: give a finite number"
-            if fault := graded(step.outcome):
-                return f"the outcome of turn {turn} has {fault}"
-            if not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
-                return f"the reward of turn {turn} is {step.reward!r}: give a finite number"
-            observation = step.observation
-            seen.append({**_shown_by(observation), "reward": step.reward, "terminal": step.terminal})
-            if step.terminal:
-                break
-        for turn, shown in enumerate(seen):
-            if not (isinstance(key := shown["state_key"], int) and 0 <= key < 2**64):
-                return f"the state_key of turn {turn} is {key!r}: make it with flowjax.records.state_key"
-        first = first or seen
-        for turn, (one, again) in enumerate(zip(first, seen, strict=False)):  # of unequal lengths, `terminal` differs
-            for name in one:
-                if one[name] != again[name]:
-                    gave = f"the same actions gave {name} {one[name]!r} on turn {turn}"
-                    return f"{gave} and, {where}, {again[name]!r}: {remedy}"
-    return ""
+    draws, observation = random.Random(0), await env.reset(task, 0)
+    seen = [_shown_by(observation)]
+    for turn in range(1, turns + 1):
+        step = await env.step(draws.choice(observation.legal_actions or ("",)))
+        if lacking := sorted(set(world.OUTCOMES) - step.outcome.keys()):
+            has = f"has {', '.join(step.outcome) or 'nothing'}, but not {', '.join(lacking)}"
+            raise WorldError(f"the outcome of turn {turn} {has}: name all of {world.__name__}.OUTCOMES in every step")
+        for name, value in step.outcome.items():
+            if not (isinstance(value, int | float) and math.isfinite(value)):
+                raise WorldError(f"the outcome {name} of turn {turn} is {value!r}: give a finite number")
+        if fault := graded(step.outcome):
+            raise WorldError(f"the outcome of turn {turn} has {fault}")
+        if not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
+            raise WorldError(f"the reward of turn {turn} is {step.reward!r}: give a finite number")
+        observation = step.observation
+        seen.append({**_shown_by(observation), "reward": step.reward, "terminal": step.terminal})
+        if step.terminal:
+            break
+    for turn, shown in enumerate(seen):
+        if not (isinstance(key := shown["state_key"], int) and 0 <= key < 2**64):
+            raise WorldError(f"the state_key of turn {turn} is {key!r}: make it with flowjax.records.state_key")
+    return seen
+
+
+def check_repeats(
+    first: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]], *, where: str, remedy: str
+) -> None:
+    """Check that two walks of the same actions show the same.
+
+    Raises:
+        WorldError: they do not; the message names the first difference.
+    """
+    for turn, (one, other) in enumerate(zip(first, again, strict=False)):  # of unequal lengths, `terminal` differs
+        for name in one:
+            if one[name] != other[name]:
+                gave = f"the same actions gave {name} {one[name]!r} on turn {turn}"
+                raise WorldError(f"{gave} and, {where}, {other[name]!r}: {remedy}")
 
 
 def graded(outcome: Mapping[str, Any]) -> str:

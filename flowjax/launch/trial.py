@@ -13,7 +13,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from flowjax.config import task_options
-from flowjax.envs import EnvDied, Message, NotReady, Split, World, find_world, is_refusal
+from flowjax.envs import EnvDied, Message, NotReady, Split, World, WorldError, find_world, is_refusal
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 from flowjax.run import Run
 
@@ -113,7 +113,7 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     all. Then play the world alone, three times with the same random actions: it has to do the same."""
     from flowjax.canvas.backends import OfflineBackend, Rule
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
-    from flowjax.envs.pool import EnvPool, graded, irregularity
+    from flowjax.envs.pool import EnvPool, check_repeats, graded, random_walk
     from flowjax.rollout.episode import EpisodePlayer
 
     kind, config = find_world(run.config.env.name), run.config
@@ -136,8 +136,9 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
         return episode
 
     async def play() -> str:
-        name, options = config.env.name, task_options(config, task.source)
-        async with asyncio.timeout(limit_s), EnvPool(workers=2, step_timeout_s=config.env.step_timeout_s) as pool:
+        name, options, most = config.env.name, task_options(config, task.source), config.env.max_turns
+        async with asyncio.timeout(limit_s), contextlib.AsyncExitStack() as first:
+            pool = await first.enter_async_context(EnvPool(step_timeout_s=config.env.step_timeout_s))
             player = EpisodePlayer.of_run(run, pool=pool, backend=OfflineBackend([Rule()]))
             episode = await played(player, task)
             if episode.status not in COUNTED_STATUSES:
@@ -153,12 +154,26 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
                     await played(player, task_at(tasks, index))
                 if found := _too_long(run, first_prompts):
                     return found
-            async with pool.session(name, options) as env, pool.session(name, options) as other:
-                try:
-                    found = await irregularity(kind, env, other, task, config.env.max_turns)
-                except EnvDied as died:
-                    found = f"{died}: mend it"
-            return found and f"where legal actions are taken at random: {found}"
+            try:
+                async with pool.session(name, options) as env:
+                    walk, again = [await random_walk(kind, env, task, most) for _ in range(2)]
+                check_repeats(walk, again, where="on one env object again", remedy="have reset() set all state")
+                if config.env.workers == 1:  # the world may be one that no two processes can have open, by a fixed port
+                    await first.aclose()
+                # An object of another process shows what belongs to an object or its process alone, such as its
+                # address, or chance in `__init__`.
+                async with (
+                    EnvPool(step_timeout_s=config.env.step_timeout_s) as apart,
+                    apart.session(name, options) as env,
+                ):
+                    again = await random_walk(kind, env, task, most)
+                remedy = "make it of task, seed and actions alone"
+                check_repeats(walk, again, where="on an env object of another process", remedy=remedy)
+            except EnvDied as died:
+                return f"where legal actions are taken at random: {died}: mend it"
+            except WorldError as error:
+                return f"where legal actions are taken at random: {error}"
+            return ""
 
     with contextlib.suppress(TimeoutError):  # a world that is slow to open may be sound
         if found := asyncio.run(play()):

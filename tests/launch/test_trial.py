@@ -1,0 +1,79 @@
+"""Own worlds and workflows in a launch's trial: right ones of any kind pass, and what would harm a run is named."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flowjax.config import default_config
+from flowjax.launch.trial import check_episode
+from flowjax.run import resolve
+
+COUNTER = '''
+import fcntl
+import functools
+from dataclasses import replace
+from flowjax.envs import Observation, Step, World
+from flowjax.records import Task, state_key
+
+class Counter(World):
+    """State: the task's number and the actions so far."""
+
+    def env(self): return CounterEnv()
+
+    def tasks(self, split, data_seed):
+        import grain
+        return grain.MapDataset.range(1000).map(functools.partial(self.task, split))
+
+    def task(self, split, index):
+        number = 2 * int(index) + (split == "held_out")
+        return Task(f"{split}-{number}", "counter", index, {"number": number})
+
+class CounterEnv:
+    def reset(self, task, seed):
+        self.number, self.taken = task.payload["number"], 0
+        return self.observe()
+
+    def step(self, action):
+        valid = action in ("up", "down")
+        self.taken += valid
+        won = float(self.taken == 2 and action == "up")
+        return Step(self.observe(), won, self.taken >= 2, valid, {"success": won})
+
+    def observe(self):
+        return Observation(f"{self.number} {self.taken}", ("up", "down"), state_key(self.number, self.taken))
+
+class Locked(Counter):
+    """A simulator of which one process alone can have one, as at a fixed port."""
+
+    def env(self): return LockedEnv()
+
+class LockedEnv(CounterEnv):
+    lock = None
+
+    def reset(self, task, seed):
+        if LockedEnv.lock is None:
+            LockedEnv.lock = open(__file__)
+            fcntl.flock(LockedEnv.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return super().reset(task, seed)
+'''
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_counter.py").write_text(COUNTER)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def found(world: str = "Counter", **env) -> list[str]:
+    """Faults that the trial's episodes show."""
+    config = default_config()
+    config.env.name, config.reward.components = f"own_counter:{world}", {"success": 1.0}
+    config.env.update(env)
+    return list(check_episode(resolve(config), limit_s=3600.0))
+
+
+@pytest.mark.parametrize(("workers", "refused"), [(1, False), (2, True)])
+def test_a_world_may_be_open_in_as_many_processes_as_the_run_will_have(workers: int, refused: bool):
+    faults = found("Locked", workers=workers)
+    assert len(faults) == refused and all(re.search("BlockingIOError.*: mend it", text) for text in faults)
