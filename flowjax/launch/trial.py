@@ -7,11 +7,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from flowjax.canvas.backends import Completion, Request
+from flowjax.canvas.values import Usage
 from flowjax.config import task_options
 from flowjax.envs import EnvDied, Message, NotReady, Split, World, WorldError, find_world, is_refusal
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
@@ -108,10 +110,23 @@ def _unlike(config: ConfigDict, splits: Collection[Split]) -> str:
     return ""
 
 
+@dataclass
+class _Silent:
+    """Backend whose replies are empty. `asked` has what they answered."""
+
+    identity: str = "silent"
+    asked: list[Sequence[Message]] = field(default_factory=list)
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Backend`. A real reply has a token at least, the one that ends it: a workflow may read its log-prob."""
+        await asyncio.sleep(0)  # a workflow that asks until it gets an action would keep the time limit from coming
+        self.asked.append(request.messages)
+        return Completion("", Usage(calls=1, prompt_tokens=1, sampled_tokens=1))
+
+
 def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     """Play one episode without engines, every reply empty: a fault of a user's world or workflow that ends it would end
     all. Then play the world alone, three times with the same random actions: it has to do the same."""
-    from flowjax.canvas.backends import OfflineBackend, Rule
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
     from flowjax.envs.pool import EnvPool, check_repeats, graded, random_walk
     from flowjax.rollout.episode import EpisodePlayer
@@ -128,18 +143,17 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     first_prompts: list[Sequence[Message]] = []
 
     async def played(player: EpisodePlayer, task: Task) -> Episode:
-        asked: list[Sequence[Message]] = []
-        silent = Rule(answer=lambda request: asked.append(request.messages) or "")
-        player = replace(player, backend=OfflineBackend([silent]))
+        backend = _Silent()
+        player = replace(player, backend=backend)
         episode = await player.play(unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0))))
-        first_prompts.extend(asked[:1])
+        first_prompts.extend(backend.asked[:1])
         return episode
 
     async def play() -> str:
         name, options, most = config.env.name, task_options(config, task.source), config.env.max_turns
         async with asyncio.timeout(limit_s), contextlib.AsyncExitStack() as first:
             pool = await first.enter_async_context(EnvPool(step_timeout_s=config.env.step_timeout_s))
-            player = EpisodePlayer.of_run(run, pool=pool, backend=OfflineBackend([Rule()]))
+            player = EpisodePlayer.of_run(run, pool=pool, backend=_Silent())
             episode = await played(player, task)
             if episode.status not in COUNTED_STATUSES:
                 why = f"{episode.status}: {episode.error}" if episode.error else f"status {episode.status!r}, no error"

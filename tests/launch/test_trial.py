@@ -58,16 +58,39 @@ class LockedEnv(CounterEnv):
         return super().reset(task, seed)
 '''
 
+WORKFLOWS = '''
+from flowjax.workflows import AgentTurns, Played
+from flowjax.workflows.single import take_turn
+
+async def sure(task, *, seed, env, agents, options):
+    """Reports how sure the agent was of the first token of each reply."""
+    turns, outcome, sure = [], {}, []
+    observation = await env.reset(task, seed)
+    for _ in range(options.max_turns):
+        messages = options.world.prompt(observation, [], options.prompt)
+        move = await take_turn(agents["agent"], messages, observation, options=options, env=env)
+        sure.append(float(move.reply.logprobs[0]))
+        turns.append(move.turn)
+        outcome |= move.step.outcome
+        observation = move.step.observation
+        if move.step.terminal:
+            break
+    outcome["sure"] = sum(sure) / len(sure)
+    return Played([AgentTurns("agent", turns, outcome)], outcome, "ok")
+'''
+
 
 @pytest.fixture(autouse=True)
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_counter.py").write_text(COUNTER)
+    (tmp_path / "own_play.py").write_text(WORKFLOWS)
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def found(world: str = "Counter", **env) -> list[str]:
+def found(world: str = "Counter", workflow: str = "flowjax.workflows.single:play", **env) -> list[str]:
     """Faults that the trial's episodes show."""
     config = default_config()
+    config.workflow = workflow
     config.env.name, config.reward.components = f"own_counter:{world}", {"success": 1.0}
     config.env.update(env)
     return list(check_episode(resolve(config), limit_s=3600.0))
@@ -77,3 +100,7 @@ def found(world: str = "Counter", **env) -> list[str]:
 def test_a_world_may_be_open_in_as_many_processes_as_the_run_will_have(workers: int, refused: bool):
     faults = found("Locked", workers=workers)
     assert len(faults) == refused and all(re.search("BlockingIOError.*: mend it", text) for text in faults)
+
+
+def test_a_workflow_may_read_the_log_probs_of_a_reply():
+    assert found(workflow="own_play:sure") == []
