@@ -5,10 +5,12 @@
 
 import asyncio
 import contextlib
+import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -18,6 +20,8 @@ from flowjax.config import task_options
 from flowjax.envs import EnvDied, Message, NotReady, Split, World, WorldError, find_world, is_refusal
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 from flowjax.run import Run
+from flowjax.workflows import Agent, Played, Reply
+from flowjax.workflows.codec import Codec, PromptTooLong
 
 _MOST_TASKS = 64  # read of each split
 _PROMPTS_READ = 4  # where the first one is too long
@@ -112,16 +116,35 @@ def _unlike(config: ConfigDict, splits: Collection[Split]) -> str:
 
 @dataclass
 class _Silent:
-    """Backend whose replies are empty. `asked` has what they answered."""
+    """Backend of one episode, whose replies are empty. `too_long` has the tokens of first prompts over the limit."""
 
     identity: str = "silent"
-    asked: list[Sequence[Message]] = field(default_factory=list)
+    replies: int = 0
+    too_long: list[int] = field(default_factory=list)
 
     async def complete(self, request: Request) -> Completion:
         """See `Backend`. A real reply has a token at least, the one that ends it: a workflow may read its log-prob."""
         await asyncio.sleep(0)  # a workflow that asks until it gets an action would keep the time limit from coming
-        self.asked.append(request.messages)
+        self.replies += 1
         return Completion("", Usage(calls=1, prompt_tokens=1, sampled_tokens=1))
+
+
+class _Measured(Agent):
+    """An agent that raises `PromptTooLong` as in a run, until the episode has a reply: what is asked later depends on
+    the replies, which are other ones in a run."""
+
+    def __init__(self, agent: Agent, codec: Codec, backend: _Silent):
+        self._agent, self._limit, self._backend = agent, codec, backend
+
+    async def act(self, messages: Sequence[Message], *, after: Reply | None = None) -> Reply:
+        """See `Agent`."""
+        if not self._backend.replies:
+            try:
+                self._limit.encode(messages)
+            except PromptTooLong as error:
+                self._backend.too_long.append(error.tokens)
+                raise
+        return await self._agent.act(messages, after=after)
 
 
 def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
@@ -140,21 +163,35 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     if kind(**task_options(config, task.source)).STEPS_WAIT:
         return
 
-    first_prompts: list[Sequence[Message]] = []
+    codecs = _codecs(run)
 
-    async def played(player: EpisodePlayer, task: Task) -> Episode:
+    async def played(player: EpisodePlayer, task: Task) -> tuple[Episode, _Silent]:
         backend = _Silent()
-        player = replace(player, backend=backend)
-        episode = await player.play(unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0))))
-        first_prompts.extend(backend.asked[:1])
-        return episode
+
+        async def measured(task: Task, *, agents: Mapping[str, Agent], **others: Any) -> Played:
+            limited = {name: _Measured(agents[name], codec, backend) for name, codec in codecs.items()}
+            return await player.workflow(task, agents={**agents, **limited}, **others)
+
+        lease = unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0)))
+        return await replace(player, workflow=measured, backend=backend).play(lease), backend
 
     async def play() -> str:
         name, options, most = config.env.name, task_options(config, task.source), config.env.max_turns
         async with asyncio.timeout(limit_s), contextlib.AsyncExitStack() as first:
             pool = await first.enter_async_context(EnvPool(step_timeout_s=config.env.step_timeout_s))
             player = EpisodePlayer.of_run(run, pool=pool, backend=_Silent())
-            episode = await played(player, task)
+            shortest = sys.maxsize
+            for index in range(min(_PROMPTS_READ, len(tasks))):  # more than one where the first task's are too long
+                episode, backend = await played(player, task_at(tasks, index))
+                if backend.replies or not backend.too_long:
+                    break
+                shortest = min(shortest, *backend.too_long)
+            else:
+                return (
+                    f"of which the first prompts have {shortest} tokens or more, but config.rollout.max_prompt_tokens "
+                    f"is {config.rollout.max_prompt_tokens}, so that no episode gets a reply: raise it, or shorten the "
+                    "prompts"
+                )
             if episode.status not in COUNTED_STATUSES:
                 why = f"{episode.status}: {episode.error}" if episode.error else f"status {episode.status!r}, no error"
                 return f"of which an episode where every reply is empty fails ({why}): mend it"
@@ -163,11 +200,6 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
             for outcome in (episode.outcome, *(part.outcome for part in episode.trajectories)):
                 if fault := graded(outcome):
                     return f"of which an episode where every reply is empty has {fault}"
-            if _too_long(run, first_prompts):  # perhaps this task's alone
-                for index in range(1, min(_PROMPTS_READ, len(tasks))):
-                    await played(player, task_at(tasks, index))
-                if found := _too_long(run, first_prompts):
-                    return found
             try:
                 async with pool.session(name, options) as env:
                     walk, again = [await random_walk(kind, env, task, most) for _ in range(2)]
@@ -194,19 +226,13 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
             yield f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}, {found}"
 
 
-def _too_long(run: Run, prompts: Sequence[Sequence[Message]]) -> str:
-    """Fault where all of these first prompts are over the limit; "" for none, or where their tokenizer is not here."""
-    from flowjax.workflows.codec import Codec
-
-    if len(run.bases) != 1 or not prompts:
-        return ""  # of several bases it is not known here which of them reads the prompt
-    (base,), most = run.bases.values(), run.config.rollout.max_prompt_tokens
+def _codecs(run: Run) -> dict[str, Codec]:
+    """The codec of each agent, where its base model's tokenizer is here."""
+    if len(run.bases) != 1:
+        return {}
+    (base,) = run.bases.values()
     if not (Path(base.model.path) / "tokenizer.json").exists():
-        return ""
-    codec = Codec(base.model.path, template_options=base.model.template_options.to_dict())
-    if (tokens := min(len(codec.encode(messages)) for messages in prompts)) <= most:
-        return ""
-    return (
-        f"of which the first prompts have {tokens} tokens or more, but config.rollout.max_prompt_tokens is {most}, so "
-        "that no episode gets a reply: raise it, or shorten the prompts"
-    )
+        return {}
+    limit, options = run.config.rollout.max_prompt_tokens, base.model.template_options.to_dict()
+    codec = Codec(base.model.path, max_prompt_tokens=limit, template_options=options)
+    return dict.fromkeys(run.agents, codec)

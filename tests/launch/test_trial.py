@@ -7,6 +7,7 @@ import pytest
 
 from flowjax.config import default_config
 from flowjax.launch.trial import check_episode
+from flowjax.models.nano import build_tokenizer
 from flowjax.run import resolve
 
 COUNTER = '''
@@ -59,8 +60,24 @@ class LockedEnv(CounterEnv):
 '''
 
 WORKFLOWS = '''
-from flowjax.workflows import AgentTurns, Played
-from flowjax.workflows.single import take_turn
+from flowjax.workflows import Agent, AgentTurns, Played
+from flowjax.workflows.codec import PromptTooLong
+from flowjax.workflows.single import play, take_turn
+
+class Twice(Agent):
+    """Shows the prompt twice where there is room."""
+
+    def __init__(self, agent): self.agent = agent
+
+    async def act(self, messages, *, after=None):
+        try:
+            return await self.agent.act([*messages, *messages])
+        except PromptTooLong:
+            return await self.agent.act(messages)
+
+async def shortened(task, *, seed, env, agents, options):
+    agents = {name: Twice(agent) for name, agent in agents.items()}
+    return await play(task, seed=seed, env=env, agents=agents, options=options)
 
 async def sure(task, *, seed, env, agents, options):
     """Reports how sure the agent was of the first token of each reply."""
@@ -87,12 +104,22 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def found(world: str = "Counter", workflow: str = "flowjax.workflows.single:play", **env) -> list[str]:
-    """Faults that the trial's episodes show."""
+def found(
+    world: str = "Counter",
+    workflow: str = "flowjax.workflows.single:play",
+    *,
+    base: Path | None = None,
+    limit: int = 1024,
+    **env,
+) -> list[str]:
+    """Faults that the trial's episodes show. `base` is a folder for the tokenizer that the prompts' limit is for."""
     config = default_config()
     config.workflow = workflow
     config.env.name, config.reward.components = f"own_counter:{world}", {"success": 1.0}
     config.env.update(env)
+    if base is not None:
+        build_tokenizer(("up", "down", *map(str, range(2000))), base)
+        config.model.path, config.rollout.max_prompt_tokens = str(base), limit
     return list(check_episode(resolve(config), limit_s=3600.0))
 
 
@@ -104,3 +131,10 @@ def test_a_world_may_be_open_in_as_many_processes_as_the_run_will_have(workers: 
 
 def test_a_workflow_may_read_the_log_probs_of_a_reply():
     assert found(workflow="own_play:sure") == []
+
+
+@pytest.mark.parametrize(("limit", "refused"), [(1, True), (3, False), (20, False)])
+def test_a_workflow_may_shorten_a_prompt_that_is_too_long(limit: int, refused: bool, tmp_path: Path):
+    faults = found(workflow="own_play:shortened", base=tmp_path / "base", limit=limit, prompt="compact")
+    message = f"the first prompts have [0-9]+ tokens or more, but config.rollout.max_prompt_tokens is {limit}"
+    assert len(faults) == refused and all(re.search(message, text) for text in faults)
