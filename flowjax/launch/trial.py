@@ -228,11 +228,10 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
 
 def _codecs(run: Run) -> dict[str, Codec]:
     """The codec of each agent, where its base model's tokenizer is here."""
-    if len(run.bases) != 1:
-        return {}
-    (base,) = run.bases.values()
-    if not (Path(base.model.path) / "tokenizer.json").exists():
-        return {}
-    limit, options = run.config.rollout.max_prompt_tokens, base.model.template_options.to_dict()
-    codec = Codec(base.model.path, max_prompt_tokens=limit, template_options=options)
-    return dict.fromkeys(run.agents, codec)
+    limit, by_base = run.config.rollout.max_prompt_tokens, dict[str, Codec]()
+    for name, base in run.bases.items():
+        if (Path(base.model.path) / "tokenizer.json").exists():
+            options = base.model.template_options.to_dict()
+            by_base[name] = Codec(base.model.path, max_prompt_tokens=limit, template_options=options)
+    speaks = {agent: run.policies[of].base.name if of in run.policies else of for agent, of in run.agents.items()}
+    return {agent: by_base[base] for agent, base in speaks.items() if base in by_base}

@@ -1,7 +1,9 @@
 """Own worlds and workflows in a launch's trial: right ones of any kind pass, and what would harm a run is named."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +112,7 @@ def found(
     *,
     base: Path | None = None,
     limit: int = 1024,
+    others: Mapping[str, Any] | None = None,
     **env,
 ) -> list[str]:
     """Faults that the trial's episodes show. `base` is a folder for the tokenizer that the prompts' limit is for."""
@@ -120,6 +123,7 @@ def found(
     if base is not None:
         build_tokenizer(("up", "down", *map(str, range(2000))), base)
         config.model.path, config.rollout.max_prompt_tokens = str(base), limit
+    config.bases = others or {}
     return list(check_episode(resolve(config), limit_s=3600.0))
 
 
@@ -138,3 +142,9 @@ def test_a_workflow_may_shorten_a_prompt_that_is_too_long(limit: int, refused: b
     faults = found(workflow="own_play:shortened", base=tmp_path / "base", limit=limit, prompt="compact")
     message = f"the first prompts have [0-9]+ tokens or more, but config.rollout.max_prompt_tokens is {limit}"
     assert len(faults) == refused and all(re.search(message, text) for text in faults)
+
+
+def test_prompts_are_measured_by_the_base_that_reads_them(tmp_path: Path):
+    others = {"judge": {"model": {"path": str(tmp_path / "elsewhere")}}}
+    [fault] = found(base=tmp_path / "base", limit=1, others=others, prompt="compact")
+    assert "the first prompts have 2 tokens or more" in fault
