@@ -7,21 +7,35 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from flowjax.canvas.backends import Completion, Request
 from flowjax.canvas.values import Usage
 from flowjax.config import task_options
-from flowjax.envs import EnvDied, Message, NotReady, Split, World, WorldError, find_world, is_refusal
+from flowjax.envs import (
+    EnvDied,
+    Message,
+    NotReady,
+    Observation,
+    RemoteEnv,
+    Split,
+    Step,
+    World,
+    WorldError,
+    find_world,
+    is_refusal,
+)
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 from flowjax.run import Run
 from flowjax.workflows import Agent, Played, Reply
 from flowjax.workflows.codec import Codec, PromptTooLong
+from flowjax.workflows.single import EpisodeOptions
 
 _MOST_TASKS = 64  # read of each split
 _PROMPTS_READ = 4  # where the first one is too long
@@ -115,10 +129,12 @@ def _unlike(config: ConfigDict, splits: Collection[Split]) -> str:
 
 
 @dataclass
-class _Silent:
-    """Backend of one episode, whose replies are empty. `too_long` has the tokens of first prompts over the limit."""
+class _Scripted:
+    """Backend of one episode, whose replies are all `say()`. `too_long` has the tokens of first prompts over the
+    limit."""
 
-    identity: str = "silent"
+    say: Callable[[], str]
+    identity: str = "scripted"
     replies: int = 0
     too_long: list[int] = field(default_factory=list)
 
@@ -126,14 +142,39 @@ class _Silent:
         """See `Backend`. A real reply has a token at least, the one that ends it: a workflow may read its log-prob."""
         await asyncio.sleep(0)  # a workflow that asks until it gets an action would keep the time limit from coming
         self.replies += 1
-        return Completion("", Usage(calls=1, prompt_tokens=1, sampled_tokens=1))
+        return Completion(self.say(), Usage(calls=1, prompt_tokens=1, sampled_tokens=1))
+
+
+@dataclass
+class _Watched:
+    """An environment that keeps its newest observation."""
+
+    env: RemoteEnv
+    newest: Observation | None = None
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        self.newest = await self.env.reset(task, seed)
+        return self.newest
+
+    async def step(self, action: str) -> Step:
+        step = await self.env.step(action)
+        self.newest = step.observation
+        return step
+
+    def legal_reply(self, options: EpisodeOptions) -> str:
+        """Reply that names a legal action, "" before there is an observation."""
+        if self.newest is None:
+            return ""
+        legal, world = self.newest.legal_actions, options.world
+        action = world.random_action(self.newest, np.random.default_rng(0)) if legal else "1"  # without: any text is
+        return world.reply(action, options.prompt, legal)
 
 
 class _Measured(Agent):
     """An agent that raises `PromptTooLong` as in a run, until the episode has a reply: what is asked later depends on
     the replies, which are other ones in a run."""
 
-    def __init__(self, agent: Agent, codec: Codec, backend: _Silent):
+    def __init__(self, agent: Agent, codec: Codec, backend: _Scripted):
         self._agent, self._limit, self._backend = agent, codec, backend
 
     async def act(self, messages: Sequence[Message], *, after: Reply | None = None) -> Reply:
@@ -149,9 +190,10 @@ class _Measured(Agent):
 
 def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     """Play one episode without engines, every reply empty: a fault of a user's world or workflow that ends it would end
-    all. Then play the world alone, three times with the same random actions: it has to do the same."""
+    all. (Where it leaves no turn, one whose replies name legal actions.) Then play the world alone, three times with
+    the same random actions: it has to do the same."""
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
-    from flowjax.envs.pool import EnvPool, check_repeats, graded, random_walk
+    from flowjax.envs.pool import EnvPool, check_repeats, random_walk
     from flowjax.rollout.episode import EpisodePlayer
 
     kind, config = find_world(run.config.env.name), run.config
@@ -165,21 +207,26 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
 
     codecs = _codecs(run)
 
-    async def played(player: EpisodePlayer, task: Task) -> tuple[Episode, _Silent]:
-        backend = _Silent()
+    async def played(player: EpisodePlayer, task: Task, *, acts: bool = False) -> tuple[Episode, _Scripted]:
+        backend = _Scripted(say=str)
 
-        async def measured(task: Task, *, agents: Mapping[str, Agent], **others: Any) -> Played:
+        async def watched(
+            task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
+        ) -> Played:
+            env = _Watched(env)
+            if acts:
+                backend.say = partial(env.legal_reply, options)
             limited = {name: _Measured(agents[name], codec, backend) for name, codec in codecs.items()}
-            return await player.workflow(task, agents={**agents, **limited}, **others)
+            return await player.workflow(task, seed=seed, env=env, agents={**agents, **limited}, options=options)
 
         lease = unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0)))
-        return await replace(player, workflow=measured, backend=backend).play(lease), backend
+        return await replace(player, workflow=watched, backend=backend).play(lease), backend
 
     async def play() -> str:
         name, options, most = config.env.name, task_options(config, task.source), config.env.max_turns
         async with asyncio.timeout(limit_s), contextlib.AsyncExitStack() as first:
             pool = await first.enter_async_context(EnvPool(step_timeout_s=config.env.step_timeout_s))
-            player = EpisodePlayer.of_run(run, pool=pool, backend=_Silent())
+            player = EpisodePlayer.of_run(run, pool=pool, backend=_Scripted(str))
             shortest = sys.maxsize
             for index in range(min(_PROMPTS_READ, len(tasks))):  # more than one where the first task's are too long
                 episode, backend = await played(player, task_at(tasks, index))
@@ -192,14 +239,14 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
                     f"is {config.rollout.max_prompt_tokens}, so that no episode gets a reply: raise it, or shorten the "
                     "prompts"
                 )
-            if episode.status not in COUNTED_STATUSES:
-                why = f"{episode.status}: {episode.error}" if episode.error else f"status {episode.status!r}, no error"
-                return f"of which an episode where every reply is empty fails ({why}): mend it"
-            if not any(part.turns for part in episode.trajectories):
-                return "of which an episode has no turn, so that nobody could learn: return a part with turns"
-            for outcome in (episode.outcome, *(part.outcome for part in episode.trajectories)):
-                if fault := graded(outcome):
-                    return f"of which an episode where every reply is empty has {fault}"
+            if fault := _fault(episode, "is empty"):
+                return fault
+            if not _has_turns(episode):  # perhaps turns without an action are left out, since nobody should learn them
+                episode, _ = await played(player, task_at(tasks, index), acts=True)
+                if fault := _fault(episode, "names a legal action"):
+                    return fault
+                if not _has_turns(episode):
+                    return "of which an episode has no turn, so that nobody could learn: return a part with turns"
             try:
                 async with pool.session(name, options) as env:
                     walk, again = [await random_walk(kind, env, task, most) for _ in range(2)]
@@ -224,6 +271,22 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     with contextlib.suppress(TimeoutError):  # a world that is slow to open may be sound
         if found := asyncio.run(play()):
             yield f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}, {found}"
+
+
+def _fault(episode: Episode, replies: str) -> str:
+    """Fault of an episode by its status and outcomes; "" for none."""
+    from flowjax.envs.pool import graded
+
+    where = f"of which an episode where every reply {replies}"
+    if episode.status not in COUNTED_STATUSES:
+        why = f"{episode.status}: {episode.error}" if episode.error else f"status {episode.status!r}, no error"
+        return f"{where} fails ({why}): mend it"
+    outcomes = (episode.outcome, *(part.outcome for part in episode.trajectories))
+    return next((f"{where} has {fault}" for outcome in outcomes if (fault := graded(outcome))), "")
+
+
+def _has_turns(episode: Episode) -> bool:
+    return any(part.turns for part in episode.trajectories)
 
 
 def _codecs(run: Run) -> dict[str, Codec]:

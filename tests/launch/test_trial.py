@@ -62,6 +62,7 @@ class LockedEnv(CounterEnv):
 '''
 
 WORKFLOWS = '''
+from dataclasses import replace
 from flowjax.workflows import Agent, AgentTurns, Played
 from flowjax.workflows.codec import PromptTooLong
 from flowjax.workflows.single import play, take_turn
@@ -76,6 +77,16 @@ class Twice(Agent):
             return await self.agent.act([*messages, *messages])
         except PromptTooLong:
             return await self.agent.act(messages)
+
+async def acted(task, *, seed, env, agents, options):
+    """Turns without an action are left out, and so are parts without a turn."""
+    played = await play(task, seed=seed, env=env, agents=agents, options=options)
+    parts = [replace(part, turns=[turn for turn in part.turns if turn.valid]) for part in played.parts]
+    return replace(played, parts=[part for part in parts if part.turns])
+
+async def broken(task, *, seed, env, agents, options):
+    played = await acted(task, seed=seed, env=env, agents=agents, options=options)
+    return played if not played.parts else 1 / 0
 
 async def shortened(task, *, seed, env, agents, options):
     agents = {name: Twice(agent) for name, agent in agents.items()}
@@ -148,3 +159,9 @@ def test_prompts_are_measured_by_the_base_that_reads_them(tmp_path: Path):
     others = {"judge": {"model": {"path": str(tmp_path / "elsewhere")}}}
     [fault] = found(base=tmp_path / "base", limit=1, others=others, prompt="compact")
     assert "the first prompts have 2 tokens or more" in fault
+
+
+def test_a_workflow_may_leave_out_turns_without_an_action():
+    assert found(workflow="own_play:acted") == []
+    [fault] = found(workflow="own_play:broken")
+    assert "an episode where every reply names a legal action fails (env_error: ZeroDivisionError" in fault
