@@ -97,10 +97,11 @@ def _unlike(config: ConfigDict, splits: Collection[Split]) -> str:
 
     kind, names = find_world(config.env.name), set[str]()
     for source in config.env.sources or ("",):
-        world, trained, by_id = kind(**task_options(config, source)), dict[str, str](), dict[str, str]()
+        world, trained, games = kind(**task_options(config, source)), dict[str, str](), set[tuple[str, int]]()
         in_training = config.env.sources.get(source, {}).get("train_tasks", config.env.train_tasks)
         for split in splits:
             tasks, until_s = world.tasks(split, config.env.data_seed), time.monotonic() + _READING_S
+            by_id = dict[str, str]()  # of this split alone: nothing looks a task up by its id in both
             bound = in_training if split == "train" else _MOST_TASKS  # beyond it no task is trained on
             for index in range(min(_MOST_TASKS, len(tasks), bound)):
                 if time.monotonic() > until_s:
@@ -119,10 +120,13 @@ def _unlike(config: ConfigDict, splits: Collection[Split]) -> str:
                     return f"{place} has the task_id {task.task_id!r} of a task with another payload: give it its own"
                 if split == "train":
                     trained[content] = task.task_id
-                elif content in trained:
+                    games.add((content, task.seed))
+                elif content in trained and len(games) > 1:  # one game has no other task to hold out
+                    decides = "payload" if task.payload else "task_id"
+                    decides = "payload['content']" if "content" in task.payload else decides
                     return (
-                        f"{place} is {task.task_id!r}, with the payload of the training task {trained[content]!r}: "
-                        "hold out tasks with other payloads, or set config.eval.tasks to 0. Tasks that only their seed "
+                        f"{place} is {task.task_id!r}, with the {decides} of the training task {trained[content]!r}: "
+                        "hold out tasks with another one, or set config.eval.tasks to 0. Tasks that only their seed "
                         "tells apart count as one: put into the payload what is made of it"
                     )
     return ""

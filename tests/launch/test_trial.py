@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowjax.config import default_config
-from flowjax.launch.trial import check_episode
+from flowjax.launch.trial import check_episode, check_tasks
 from flowjax.models.nano import build_tokenizer
 from flowjax.run import resolve
 
@@ -59,6 +59,30 @@ class LockedEnv(CounterEnv):
             LockedEnv.lock = open(__file__)
             fcntl.flock(LockedEnv.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return super().reset(task, seed)
+'''
+
+TASKS = '''
+from dataclasses import replace
+from own_counter import Counter
+from flowjax.records import Task
+
+class Changed(Counter):
+    def task(self, split, index):
+        return replace(super().task(split, index), **self.other(split, int(index)))
+
+class Again(Changed):
+    """Ids begin again in each split."""
+    def other(self, split, index): return {"task_id": f"task-{index}"}
+
+class Game(Changed):
+    def other(self, split, index): return {"task_id": "game", "seed": 0, "payload": {"number": 3}}
+
+class Worded(Changed):
+    def other(self, split, index):
+        return {"payload": {"number": 2 * index + (split == "held_out"), "content": "words"}}
+
+class Nameless(Changed):
+    def other(self, split, index): return {"task_id": f"task-{index}", "payload": {}}
 '''
 
 WORKFLOWS = '''
@@ -114,6 +138,7 @@ async def sure(task, *, seed, env, agents, options):
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_counter.py").write_text(COUNTER)
     (tmp_path / "own_play.py").write_text(WORKFLOWS)
+    (tmp_path / "own_tasks.py").write_text(TASKS)
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -165,3 +190,19 @@ def test_a_workflow_may_leave_out_turns_without_an_action():
     assert found(workflow="own_play:acted") == []
     [fault] = found(workflow="own_play:broken")
     assert "an episode where every reply names a legal action fails (env_error: ZeroDivisionError" in fault
+
+
+@pytest.mark.parametrize(
+    ("world", "message"),
+    [
+        ("Again", ""),
+        ("Game", ""),
+        ("Worded", "tasks('held_out', ...)[0] is 'held_out-1', with the payload['content'] of the training task"),
+        ("Nameless", "tasks('held_out', ...)[0] is 'task-0', with the task_id of the training task 'task-0'"),
+    ],
+)
+def test_a_task_is_held_out_by_its_payload(world: str, message: str):
+    config = default_config()
+    config.env.name = f"own_tasks:{world}"
+    faults = list(check_tasks(config))
+    assert len(faults) == bool(message) and all(message in text for text in faults)
