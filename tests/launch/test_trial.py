@@ -81,6 +81,12 @@ class Worded(Changed):
     def other(self, split, index):
         return {"payload": {"number": 2 * index + (split == "held_out"), "content": "words"}}
 
+class Late(Counter):
+    """All tasks are trained on, and the last ones are held out, too."""
+    def tasks(self, split, data_seed):
+        tasks = super().tasks("train", data_seed)
+        return tasks if split == "train" else tasks[900:]
+
 class Nameless(Changed):
     def other(self, split, index): return {"task_id": f"task-{index}", "payload": {}}
 '''
@@ -198,10 +204,12 @@ def test_a_workflow_may_leave_out_turns_without_an_action():
         ("Again", ""),
         ("Game", ""),
         ("Worded", "tasks('held_out', ...)[0] is 'held_out-1', with the payload['content'] of the training task"),
+        ("Late", "tasks('held_out', ...)[0] is 'train-1800', with the payload of the training task 'train-1800'"),
         ("Nameless", "tasks('held_out', ...)[0] is 'task-0', with the task_id of the training task 'task-0'"),
     ],
 )
-def test_a_task_is_held_out_by_its_payload(world: str, message: str):
+def test_a_task_is_held_out_by_its_payload(world: str, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flowjax.launch.trial._READING_S", 3600.0)
     config = default_config()
     config.env.name = f"own_tasks:{world}"
     faults = list(check_tasks(config))
