@@ -29,6 +29,7 @@ from flowjax.envs.worker import (
     DEADLINE_NS,
     STARTING,
     Frames,
+    frame,
     framed,
     pack_task,
     unpack_observation,
@@ -389,7 +390,8 @@ def check_repeats(
     """
     for turn, (one, other) in enumerate(zip(first, again, strict=False)):  # of unequal lengths, `terminal` differs
         for name in one:
-            if one[name] != other[name]:
+            # NaN, and a dataclass with `eq=False`, do not equal themselves: what was sent is compared, too.
+            if one[name] != other[name] and frame([one[name]]) != frame([other[name]]):
                 gave = f"the same actions gave {name} {one[name]!r} on turn {turn}"
                 raise WorldError(f"{gave} and, {where}, {other[name]!r}: {remedy}")
 

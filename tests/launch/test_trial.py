@@ -15,7 +15,7 @@ from flowjax.run import resolve
 COUNTER = '''
 import fcntl
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from flowjax.envs import Observation, Step, World
 from flowjax.records import Task, state_key
 
@@ -45,6 +45,20 @@ class CounterEnv:
 
     def observe(self):
         return Observation(f"{self.number} {self.taken}", ("up", "down"), state_key(self.number, self.taken))
+
+class Unlike(Counter):
+    """Views that do not equal themselves, and hold NaN."""
+
+    @dataclass(frozen=True, eq=False)
+    class View:
+        number: int
+        reading: float
+
+    def env(self): return UnlikeEnv()
+
+class UnlikeEnv(CounterEnv):
+    def observe(self):
+        return replace(super().observe(), view=Unlike.View(self.number, float("nan")))
 
 class Locked(Counter):
     """A simulator of which one process alone can have one, as at a fixed port."""
@@ -214,3 +228,7 @@ def test_a_task_is_held_out_by_its_payload(world: str, message: str, monkeypatch
     config.env.name = f"own_tasks:{world}"
     faults = list(check_tasks(config))
     assert len(faults) == bool(message) and all(message in text for text in faults)
+
+
+def test_a_view_need_not_equal_itself():
+    assert found("Unlike") == []
