@@ -371,7 +371,10 @@ async def random_walk(world: type[World], env: RemoteEnv, task: Task, turns: int
         if not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
             raise WorldError(f"the reward of turn {turn} is {step.reward!r}: give a finite number")
         observation = step.observation
-        seen.append({**_shown_by(observation), "reward": step.reward, "terminal": step.terminal})
+        shown = _shown_by(observation) | {name: getattr(step, name) for name in ("reward", "terminal", "valid")}
+        # Counts may be times, which differ.
+        shares = {f"outcome {name}": step.outcome[name] for name in world.OUTCOMES if name not in world.COUNTS}
+        seen.append(shown | shares)
         if step.terminal:
             break
     for turn, shown in enumerate(seen):

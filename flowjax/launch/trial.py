@@ -257,7 +257,8 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
             try:
                 async with pool.session(name, options) as env:
                     walk, again = [await random_walk(kind, env, task, most) for _ in range(2)]
-                check_repeats(walk, again, where="on one env object again", remedy="have reset() set all state")
+                remedy = "have reset() set all state, also that of random numbers"
+                check_repeats(walk, again, where="on one env object again", remedy=remedy)
                 if config.env.workers == 1:  # the world may be one that no two processes can have open, by a fixed port
                     await first.aclose()
                 # An object of another process shows what belongs to an object or its process alone, such as its

@@ -60,6 +60,26 @@ class UnlikeEnv(CounterEnv):
     def observe(self):
         return replace(super().observe(), view=Unlike.View(self.number, float("nan")))
 
+class Drifting(Counter):
+    """Each step of a process differs from the one before it in `valid`, `success` and a count of steps."""
+
+    @dataclass(frozen=True)
+    class Options:
+        part: str = ""
+
+    OUTCOMES, COUNTS = ("success", "steps"), ("steps",)
+    def env(self): return DriftingEnv(self.options.part)
+
+class DriftingEnv(CounterEnv):
+    def __init__(self, part): self.part, self.steps = part, 0
+
+    def step(self, action):
+        step, odd = super().step(action), self.steps % 3 == 1
+        self.steps += 1
+        valid = odd if self.part == "valid" else step.valid
+        success = float(odd if self.part == "success" else step.outcome["success"])
+        return replace(step, valid=valid, outcome={"success": success, "steps": self.steps})
+
 class Locked(Counter):
     """A simulator of which one process alone can have one, as at a fixed port."""
 
@@ -232,3 +252,16 @@ def test_a_task_is_held_out_by_its_payload(world: str, message: str, monkeypatch
 
 def test_a_view_need_not_equal_itself():
     assert found("Unlike") == []
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("", ""),
+        ("valid", "the same actions gave valid (True|False) on turn [12] and, on one env object again, (True|False)"),
+        ("success", "the same actions gave outcome success [01].0 on turn [12] and, on one env object again, [01].0"),
+    ],
+)
+def test_a_step_is_as_valid_and_as_successful_when_it_is_taken_again(part: str, message: str):
+    faults = found("Drifting", options={"part": part})
+    assert len(faults) == bool(message) and all(re.search(message, text) for text in faults)
