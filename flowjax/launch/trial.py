@@ -39,7 +39,7 @@ from flowjax.workflows.single import EpisodeOptions
 
 _MOST_TASKS = 64  # held out, and read twice of each split
 _MOST_TRAINED = 10_000  # training tasks that held-out ones are compared with
-_PROMPTS_READ = 4  # where the first one is too long
+_FIRST_TASKS = 8  # among them are two of one source, and one whose first prompt is short enough
 _READING_S = 1.0  # of one split, where tasks are slow to make
 
 
@@ -197,8 +197,8 @@ class _Measured(Agent):
 
 def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     """Play one episode without engines, every reply empty: a fault of a user's world or workflow that ends it would end
-    all. (Where it leaves no turn, one whose replies name legal actions.) Then play the world alone, three times with
-    the same random actions: it has to do the same."""
+    all. (Where it leaves no turn, one whose replies name legal actions.) Then play the world alone with random actions,
+    each of two tasks twice: it has to do the same."""
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
     from flowjax.envs.pool import EnvPool, check_repeats, random_walk
     from flowjax.rollout.episode import EpisodePlayer
@@ -212,7 +212,9 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
     if kind(**task_options(config, task.source)).STEPS_WAIT:
         return
 
-    codecs = _codecs(run)
+    codecs, others = _codecs(run), (task_at(tasks, index) for index in range(1, min(_FIRST_TASKS, len(tasks))))
+    # Of the same source; the same one in a world of a single task.
+    another = next((each for each in others if each.source == task.source and pack(each) != pack(task)), task)
 
     async def played(player: EpisodePlayer, task: Task, *, acts: bool = False) -> tuple[Episode, _Scripted]:
         backend = _Scripted(say=str)
@@ -235,7 +237,7 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
             pool = await first.enter_async_context(EnvPool(step_timeout_s=config.env.step_timeout_s))
             player = EpisodePlayer.of_run(run, pool=pool, backend=_Scripted(str))
             shortest = sys.maxsize
-            for index in range(min(_PROMPTS_READ, len(tasks))):  # more than one where the first task's are too long
+            for index in range(min(_FIRST_TASKS, len(tasks))):  # more than one where the first task's are too long
                 episode, backend = await played(player, task_at(tasks, index))
                 if backend.replies or not backend.too_long:
                     break
@@ -256,20 +258,20 @@ def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
                     return "of which an episode has no turn, so that nobody could learn: return a part with turns"
             try:
                 async with pool.session(name, options) as env:
-                    walk, again = [await random_walk(kind, env, task, most) for _ in range(2)]
+                    walk, between, again = [await random_walk(kind, env, of, most) for of in (task, another, task)]
                 remedy = "have reset() set all state, also that of random numbers"
                 check_repeats(walk, again, where="on one env object again", remedy=remedy)
                 if config.env.workers == 1:  # the world may be one that no two processes can have open, by a fixed port
                     await first.aclose()
-                # An object of another process shows what belongs to an object or its process alone, such as its
-                # address, or chance in `__init__`.
+                # A new object of another process shows what belongs to an object or its process alone, such as its
+                # address, chance in `__init__`, or the first task that it had.
                 async with (
                     EnvPool(step_timeout_s=config.env.step_timeout_s) as apart,
                     apart.session(name, options) as env,
                 ):
-                    again = await random_walk(kind, env, task, most)
-                remedy = "make it of task, seed and actions alone"
-                check_repeats(walk, again, where="on an env object of another process", remedy=remedy)
+                    again = await random_walk(kind, env, another, most)
+                remedy = "make it of task, seed and actions alone, and have reset() set all state"
+                check_repeats(between, again, where="on a new env object of another process", remedy=remedy)
             except EnvDied as died:
                 return f"where legal actions are taken at random: {died}: mend it"
             except WorldError as error:

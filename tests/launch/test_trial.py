@@ -80,6 +80,17 @@ class DriftingEnv(CounterEnv):
         success = float(odd if self.part == "success" else step.outcome["success"])
         return replace(step, valid=valid, outcome={"success": success, "steps": self.steps})
 
+class Stale(Counter):
+    """An environment object keeps the first task that it had."""
+    def env(self): return StaleEnv()
+
+class StaleEnv(CounterEnv):
+    first = None
+
+    def reset(self, task, seed):
+        self.first = self.first or task
+        return super().reset(self.first, seed)
+
 class Locked(Counter):
     """A simulator of which one process alone can have one, as at a fixed port."""
 
@@ -265,3 +276,8 @@ def test_a_view_need_not_equal_itself():
 def test_a_step_is_as_valid_and_as_successful_when_it_is_taken_again(part: str, message: str):
     faults = found("Drifting", options={"part": part})
     assert len(faults) == bool(message) and all(re.search(message, text) for text in faults)
+
+
+def test_an_environment_object_plays_each_task_that_it_is_given():
+    [fault] = found("Stale")
+    assert "on turn 0 and, on a new env object of another process, " in fault
