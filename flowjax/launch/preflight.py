@@ -196,6 +196,8 @@ def _finish_probe(process: subprocess.Popen[str]) -> tuple[list[str], list[str],
     except ValueError:
         reason = "\n    ".join(errors.strip().splitlines()[-5:])
         return [f"the modules that the config names could not be examined: {reason}"], [], {}
+    for note in answer["notes"]:
+        print(note, file=sys.stderr)
     return answer["problems"], answer["here"], answer["plan"]
 
 

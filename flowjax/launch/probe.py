@@ -373,8 +373,9 @@ def main() -> None:
     folder = request["checkpoints"]
     run = resolve(config)
     answer = inspect_run(run, request["devices"], Path(folder) if folder else None, request["platform"])
+    answer["notes"] = []
     if not answer["problems"] and not answer["here"]:
-        answer["problems"] += _messages(check_episode, run, here=answer["here"])
+        answer["problems"] += _messages(check_episode, run, answer["notes"], here=answer["here"])
     json.dump(answer, answer_to)
     answer_to.flush()
 

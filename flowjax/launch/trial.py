@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,9 @@ from flowjax.envs import (
     find_world,
     is_refusal,
 )
+from flowjax.envs.pool import EnvPool, PooledEnv, check_repeats, graded, random_walk
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
+from flowjax.rollout.episode import EpisodePlayer
 from flowjax.run import Run
 from flowjax.workflows import Agent, Played, Reply
 from flowjax.workflows.codec import Codec, PromptTooLong
@@ -195,98 +197,131 @@ class _Measured(Agent):
         return await self._agent.act(messages, after=after)
 
 
-def check_episode(run: Run, limit_s: float = 20.0) -> Iterator[str]:
+def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator[str]:
     """Play one episode without engines, every reply empty: a fault of a user's world or workflow that ends it would end
     all. (Where it leaves no turn, one whose replies name legal actions.) Then play the world alone with random actions,
-    each of two tasks twice: it has to do the same."""
+    each of two tasks twice: it has to do the same.
+
+    Args:
+        notes: gets a line where this takes longer than `limit_s`, and ends unfinished: a slow world may be sound.
+        limit_s: seconds for what is played in a process once it has an environment that was reset.
+    """
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
-    from flowjax.envs.pool import EnvPool, check_repeats, random_walk
-    from flowjax.rollout.episode import EpisodePlayer
 
     kind, config = find_world(run.config.env.name), run.config
     shipped = all(path.startswith("flowjax.") for path in (config.env.name, config.workflow))
     if shipped or "rollout" in config.elsewhere or kind.asked_bases is not World.asked_bases:
         return  # shipped code has tests; this machine does not play; or the bases that the world asks do not run yet
     tasks = (held_out_tasks if config.eval.versions else train_tasks)(config)
-    task = task_at(tasks, 0)
+    first = [task_at(tasks, index) for index in range(min(_FIRST_TASKS, len(tasks)))]
+    task = first[0]
     if kind(**task_options(config, task.source)).STEPS_WAIT:
         return
-
-    codecs, others = _codecs(run), (task_at(tasks, index) for index in range(1, min(_FIRST_TASKS, len(tasks))))
-    # Of the same source; the same one in a world of a single task.
-    another = next((each for each in others if each.source == task.source and pack(each) != pack(task)), task)
-
-    async def played(player: EpisodePlayer, task: Task, *, acts: bool = False) -> tuple[Episode, _Scripted]:
-        backend = _Scripted(say=str)
-
-        async def watched(
-            task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
-        ) -> Played:
-            env = _Watched(env)
-            if acts:
-                backend.say = partial(env.legal_reply, options)
-            limited = {name: _Measured(agents[name], codec, backend) for name, codec in codecs.items()}
-            return await player.workflow(task, seed=seed, env=env, agents={**agents, **limited}, options=options)
-
-        lease = unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0)))
-        return await replace(player, workflow=watched, backend=backend).play(lease), backend
+    # Another one of the same source; the same one in a world of a single task.
+    another = next((each for each in first if each.source == task.source and pack(each) != pack(task)), task)
 
     async def play() -> str:
-        name, options, most = config.env.name, task_options(config, task.source), config.env.max_turns
-        async with asyncio.timeout(limit_s), contextlib.AsyncExitStack() as first:
-            pool = await first.enter_async_context(EnvPool(step_timeout_s=config.env.step_timeout_s))
-            player = EpisodePlayer.of_run(run, pool=pool, backend=_Scripted(str))
-            shortest = sys.maxsize
-            for index in range(min(_FIRST_TASKS, len(tasks))):  # more than one where the first task's are too long
-                episode, backend = await played(player, task_at(tasks, index))
-                if backend.replies or not backend.too_long:
-                    break
-                shortest = min(shortest, *backend.too_long)
-            else:
-                return (
-                    f"of which the first prompts have {shortest} tokens or more, but config.rollout.max_prompt_tokens "
-                    f"is {config.rollout.max_prompt_tokens}, so that no episode gets a reply: raise it, or shorten the "
-                    "prompts"
-                )
-            if fault := _fault(episode, "is empty"):
-                return fault
-            if not _has_turns(episode):  # perhaps turns without an action are left out, since nobody should learn them
-                episode, _ = await played(player, task_at(tasks, index), acts=True)
-                if fault := _fault(episode, "names a legal action"):
-                    return fault
-                if not _has_turns(episode):
-                    return "of which an episode has no turn, so that nobody could learn: return a part with turns"
+        most = config.env.max_turns
+        async with contextlib.AsyncExitStack() as one_process:
             try:
-                async with pool.session(name, options) as env:
+                pool, opened = await one_process.enter_async_context(_opened(config, task))
+            except EnvDied as died:
+                return f"where the first reset fails ({died}): mend it"
+            async with asyncio.timeout(limit_s):
+                player = EpisodePlayer.of_run(run, pool=pool, backend=_Scripted(str))
+                if fault := await _played_wrongly(player, first, _codecs(run)):
+                    return fault
+                async with opened() as env:
                     walk, between, again = [await random_walk(kind, env, of, most) for of in (task, another, task)]
                 remedy = "have reset() set all state, also that of random numbers"
                 check_repeats(walk, again, where="on one env object again", remedy=remedy)
-                if config.env.workers == 1:  # the world may be one that no two processes can have open, by a fixed port
-                    await first.aclose()
-                # A new object of another process shows what belongs to an object or its process alone, such as its
-                # address, chance in `__init__`, or the first task that it had.
-                async with (
-                    EnvPool(step_timeout_s=config.env.step_timeout_s) as apart,
-                    apart.session(name, options) as env,
-                ):
-                    again = await random_walk(kind, env, another, most)
-                remedy = "make it of task, seed and actions alone, and have reset() set all state"
-                check_repeats(between, again, where="on a new env object of another process", remedy=remedy)
-            except EnvDied as died:
-                return f"where legal actions are taken at random: {died}: mend it"
-            except WorldError as error:
-                return f"where legal actions are taken at random: {error}"
-            return ""
+            if config.env.workers == 1:  # the world may be one that no two processes can have open, by a fixed port
+                await one_process.aclose()
+            # A new object of another process shows what belongs to an object or its process alone, such as its
+            # address, chance in `__init__`, or the first task that it had.
+            async with _opened(config, another) as (_, opened), asyncio.timeout(limit_s), opened() as env:
+                again = await random_walk(kind, env, another, most)
+            remedy = "make it of task, seed and actions alone, and have reset() set all state"
+            check_repeats(between, again, where="on a new env object of another process", remedy=remedy)
+        return ""
 
-    with contextlib.suppress(TimeoutError):  # a world that is slow to open may be sound
-        if found := asyncio.run(play()):
-            yield f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}, {found}"
+    named = f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}"
+    at_random = f"{named}, where legal actions are taken at random"
+    try:
+        if fault := asyncio.run(play()):
+            yield f"{named}, {fault}"
+    except TimeoutError:
+        notes.append(f"{named}: their trial did not end within {limit_s:g} s, so the rest of it is not checked")
+    except EnvDied as died:
+        yield f"{at_random}: {died}: mend it"
+    except WorldError as error:
+        yield f"{at_random}: {error}"
+
+
+@contextlib.asynccontextmanager
+async def _opened(
+    config: ConfigDict, task: Task
+) -> AsyncIterator[tuple[EnvPool, Callable[[], contextlib.AbstractAsyncContextManager[PooledEnv]]]]:
+    """A process that has an environment in which `task` was reset, so that one that takes long to make costs no later
+    time; and a function that opens sessions of it.
+
+    Raises:
+        EnvDied: the reset fails.
+    """
+    async with EnvPool(step_timeout_s=config.env.step_timeout_s) as pool:
+        opened = partial(pool.session, config.env.name, task_options(config, task.source))
+        async with opened() as env:
+            await env.reset(task, 0)
+        yield pool, opened
+
+
+async def _played_wrongly(player: EpisodePlayer, first: Sequence[Task], codecs: Mapping[str, Codec]) -> str:
+    """Fault of the first episode that gets a reply; "" for none."""
+    most, shortest = player.config.rollout.max_prompt_tokens, sys.maxsize
+    for task in first:
+        episode, backend = await _played(player, task, codecs)
+        if backend.replies or not backend.too_long:
+            break
+        shortest = min(shortest, *backend.too_long)
+    else:
+        return (
+            f"of which the first prompts have {shortest} tokens or more, but config.rollout.max_prompt_tokens is "
+            f"{most}, so that no episode gets a reply: raise it, or shorten the prompts"
+        )
+    if fault := _fault(episode, "is empty"):
+        return fault
+    if _has_turns(episode):
+        return ""
+    # Perhaps turns without an action are left out, since nobody should learn them.
+    episode, _ = await _played(player, task, codecs, acts=True)
+    if fault := _fault(episode, "names a legal action"):
+        return fault
+    if not _has_turns(episode):
+        return "of which an episode has no turn, so that nobody could learn: return a part with turns"
+    return ""
+
+
+async def _played(
+    player: EpisodePlayer, task: Task, codecs: Mapping[str, Codec], *, acts: bool = False
+) -> tuple[Episode, _Scripted]:
+    """An episode whose replies are empty, or name legal actions."""
+    backend = _Scripted(say=str)
+
+    async def watched(
+        task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
+    ) -> Played:
+        env = _Watched(env)
+        if acts:
+            backend.say = partial(env.legal_reply, options)
+        limited = {name: _Measured(agents[name], codec, backend) for name, codec in codecs.items()}
+        return await player.workflow(task, seed=seed, env=env, agents={**agents, **limited}, options=options)
+
+    lease = unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0)))
+    return await replace(player, workflow=watched, backend=backend).play(lease), backend
 
 
 def _fault(episode: Episode, replies: str) -> str:
     """Fault of an episode by its status and outcomes; "" for none."""
-    from flowjax.envs.pool import graded
-
     where = f"of which an episode where every reply {replies}"
     if episode.status not in COUNTED_STATUSES:
         why = f"{episode.status}: {episode.error}" if episode.error else f"status {episode.status!r}, no error"

@@ -391,7 +391,7 @@ def test_an_episode_of_ones_own_is_played_before_engines_start(
     config.env.name, config.workflow, config.reward.components = world, workflow, {"success": 1.0}
     if world == "broken:Hanging":
         config.env.step_timeout_s = 1.0
-    found = list(check_episode(resolve(config), limit_s=3600.0))
+    found = list(check_episode(resolve(config), [], limit_s=3600.0))
     assert len(found) == bool(error) and all(world in text and workflow in text and error in text for text in found)
 
 
@@ -401,7 +401,7 @@ def test_first_prompts_over_the_limit_are_refused(countdown: type[World], tmp_pa
     config = default_config()
     config.env.name, config.reward.components = "countdown:Countdown", {"success": 1.0}
     config.model.path, config.rollout.max_prompt_tokens = str(tmp_path / "base"), limit
-    found = list(check_episode(resolve(config), limit_s=3600.0))
+    found = list(check_episode(resolve(config), [], limit_s=3600.0))
     assert len(found) == refused
     assert all(
         re.search("first prompts have [0-9]+ tokens or more, but .*max_prompt_tokens is 8", text) for text in found

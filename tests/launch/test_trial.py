@@ -1,6 +1,8 @@
 """Own worlds and workflows in a launch's trial: right ones of any kind pass, and what would harm a run is named."""
 
+import json
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 
 from flowjax.config import default_config
+from flowjax.launch import preflight
 from flowjax.launch.trial import check_episode, check_tasks
 from flowjax.models.nano import build_tokenizer
 from flowjax.run import resolve
@@ -79,6 +82,12 @@ class DriftingEnv(CounterEnv):
         valid = odd if self.part == "valid" else step.valid
         success = float(odd if self.part == "success" else step.outcome["success"])
         return replace(step, valid=valid, outcome={"success": success, "steps": self.steps})
+
+class Shut(Counter):
+    def env(self): return ShutEnv()
+
+class ShutEnv(CounterEnv):
+    def reset(self, task, seed): return 1 / 0
 
 class Stale(Counter):
     """An environment object keeps the first task that it had."""
@@ -200,9 +209,11 @@ def found(
     base: Path | None = None,
     limit: int = 1024,
     others: Mapping[str, Any] | None = None,
+    notes: list[str] | None = None,
     **env,
 ) -> list[str]:
-    """Faults that the trial's episodes show. `base` is a folder for the tokenizer that the prompts' limit is for."""
+    """Faults that the trial's episodes show. `base` is a folder for the tokenizer that the prompts' limit is for. With
+    `notes`, the trial has no time."""
     config = default_config()
     config.workflow = workflow
     config.env.name, config.reward.components = f"own_counter:{world}", {"success": 1.0}
@@ -211,7 +222,9 @@ def found(
         build_tokenizer(("up", "down", *map(str, range(2000))), base)
         config.model.path, config.rollout.max_prompt_tokens = str(base), limit
     config.bases = others or {}
-    return list(check_episode(resolve(config), limit_s=3600.0))
+    return list(
+        check_episode(resolve(config), [] if notes is None else notes, limit_s=3600.0 if notes is None else 0.0)
+    )
 
 
 @pytest.mark.parametrize(("workers", "refused"), [(1, False), (2, True)])
@@ -281,3 +294,21 @@ def test_a_step_is_as_valid_and_as_successful_when_it_is_taken_again(part: str, 
 def test_an_environment_object_plays_each_task_that_it_is_given():
     [fault] = found("Stale")
     assert "on turn 0 and, on a new env object of another process, " in fault
+
+
+def test_a_trial_that_does_not_end_in_time_is_a_note_and_its_first_reset_has_other_time():
+    notes: list[str] = []
+    assert found("Stale", notes=notes) == []
+    [note] = notes
+    assert "own_counter:Stale'" in note and "did not end within 0 s, so the rest of it is not checked" in note
+    [fault] = found("Shut", notes=notes)
+    assert "where the first reset fails (ZeroDivisionError: division by zero): mend it" in fault and len(notes) == 1
+
+
+def test_a_launch_prints_the_notes_of_its_probe(capsys: pytest.CaptureFixture[str]):
+    answer = json.dumps({"problems": [], "here": [], "plan": {}, "notes": ["a trial did not end"]})
+    probe = subprocess.Popen(
+        ["echo", answer], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert preflight._finish_probe(probe) == ([], [], {})
+    assert capsys.readouterr().err == "a trial did not end\n"
