@@ -96,7 +96,7 @@ class Algorithm:
     # For so many versions `serve` is offered groups that were trained on.
     keeps_used_versions: Annotated[int, Interval(at_least=0)] = 0
 
-    def __init__(self, *, seed: int):
+    def __init__(self, *, seed: int = 0):  # with a default, so that super().__init__() does
         del seed
 
     def choose(self, task: Task, position: int) -> bool:

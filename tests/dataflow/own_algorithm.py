@@ -164,6 +164,14 @@ class Plain(Algorithm):
         return result.informative
 
 
+class CallsUp(Plain):
+    """Sets up its base as Python classes usually do."""
+
+    def __init__(self, *, seed: int):
+        super().__init__()
+        self._seed = seed
+
+
 class Seedless(Algorithm):
     """Takes no seed."""
 

@@ -402,16 +402,12 @@ def test_hooks_of_ones_own_that_cannot_be_called_are_refused(name, message):
         build_algorithms(config)
 
 
-def test_an_algorithm_may_have_no_init():
+# It may have no __init__, one that calls its base's, and helpers named as the hooks that they are for.
+@pytest.mark.parametrize("name", ["Plain", "CallsUp", "Divided"])
+def test_an_algorithm_of_ones_own_is_built(name):
     config = default_config()
-    config.dataflow.algorithms = {"mine": {"path": "tests.dataflow.own_algorithm:Plain"}}
-    assert [type(algorithm).__name__ for algorithm in build_algorithms(config).values()] == ["Plain"]
-
-
-def test_helpers_may_be_named_as_the_hooks_that_they_are_for():
-    config = default_config()
-    config.dataflow.algorithms = {"mine": {"path": "tests.dataflow.own_algorithm:Divided"}}
-    assert [type(algorithm).__name__ for algorithm in build_algorithms(config).values()] == ["Divided"]
+    config.dataflow.algorithms = {"mine": {"path": f"tests.dataflow.own_algorithm:{name}"}}
+    assert [type(algorithm).__name__ for algorithm in build_algorithms(config).values()] == [name]
 
 
 def test_an_answer_that_is_neither_yes_nor_no_ends_the_run_with_its_hook(tmp_path):
