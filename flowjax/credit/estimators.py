@@ -117,7 +117,8 @@ def credit_parts(table: TurnTable, name: str, **options: Any) -> dict[str, Float
 
 def estimate(table: TurnTable, name: str, **options: Any) -> Float[Array, "turns"]:
     """Advantage of each row of `table`; zero on rows that do not count."""
-    return get_estimator(name)(table, **options)
+    # NumPy, which lays them out as rows, puts no bfloat16 beside other numbers.
+    return jnp.asarray(get_estimator(name)(table, **options), jnp.float32)
 
 
 # ------------------------------------------------------------------------------------------------------- whole episodes

@@ -328,6 +328,11 @@ def test_an_estimator_of_ones_own_that_fails_is_refused(name: str, message: str)
         check_options(f"{__name__}:{name}", {})
 
 
+def test_an_estimator_of_ones_own_may_answer_in_bfloat16():
+    check_options(f"{__name__}:in_half_precision", {})
+    assert advantages(f"{__name__}:in_half_precision", group_of(1, 0)).dtype == np.float32
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_rows_that_do_not_count_change_nothing(name: str):
     check_options(ESTIMATORS[name], {})  # by its path, as one of the user's own
@@ -335,6 +340,10 @@ def test_rows_that_do_not_count_change_nothing(name: str):
 
 def all_the_same(table, *, value: float = 1.0):
     return value * table.mask
+
+
+def in_half_precision(table):
+    return estimate(table, "grpo").astype(jnp.bfloat16)
 
 
 def without_a_default(table, *, value: float):
