@@ -25,13 +25,13 @@ from flowjax.credit.table import (
     Weight,
     discounted_sums,
     episode_weights,
+    fault_at_trial,
     first_rows,
     is_last_turn,
     normalise,
     segment_statistics,
     segment_total,
     state_visits,
-    trial_tables,
     whiten,
 )
 from flowjax.fields import Interval, declared_types, load_named, nearest, option_problems
@@ -77,26 +77,9 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_tried(name: str, options: Mapping[str, Any]) -> None:
-    """Raise CreditError unless the estimator gives a finite number per row of `trial_tables`, the same ones when it is
-    asked again, and where there are more rows that do not count."""
-    table, with_uncounted = trial_tables()
+    """Raise CreditError if an estimator fails at a trial."""
     try:
-        found = np.asarray(estimate(table, name, **options))
-        why = "" if found.shape == table.mask.shape else f"gives {found.shape} for a table of {table.mask.shape} rows"
-        of_groups = () if why else (found[:4], found[4:8], found[8:10])
-        for given, group in zip(of_groups, ("scores 0 and 1", "equal scores", "one episode"), strict=False):
-            if not why and not np.isfinite(given).all():
-                lost = " (the others of its group may fail: 0 is right there)" if group == "one episode" else ""
-                why = f"gives {given} for a group of {group}, of two turns each{lost}"
-        if not why:
-            again = np.asarray(estimate(table, name, **options))
-            for row in np.flatnonzero(~np.isclose(again, found, rtol=1e-3, atol=1e-5))[:1]:
-                why = f"gives row {row} {found[row]:g}, then {again[row]:g} in a second call with equal arguments"
-        if not why:
-            expected, again = np.append(found[:10], [0, 0]), np.asarray(estimate(with_uncounted, name, **options))[:12]
-            for row in np.flatnonzero(~np.isclose(again, expected, rtol=1e-3, atol=1e-5))[:1]:
-                why = f"gives row {row} {again[row]:g} instead of {expected[row]:g} once a failed episode and more "
-                why += "padding are in the table: let rows whose `mask` is False have 0, and no part in any statistic"
+        why = fault_at_trial(lambda table: np.asarray(estimate(table, name, **options)))
     except Exception as error:  # it may fail in any way
         why = f"fails on a table of five episodes ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if why:
@@ -117,8 +100,7 @@ def credit_parts(table: TurnTable, name: str, **options: Any) -> dict[str, Float
 
 def estimate(table: TurnTable, name: str, **options: Any) -> Float[Array, "turns"]:
     """Advantage of each row of `table`; zero on rows that do not count."""
-    # NumPy, which lays them out as rows, puts no bfloat16 beside other numbers.
-    return jnp.asarray(get_estimator(name)(table, **options), jnp.float32)
+    return jnp.asarray(get_estimator(name)(table, **options), jnp.float32)  # NumPy puts no bfloat16 beside others
 
 
 # ------------------------------------------------------------------------------------------------------- whole episodes

@@ -2,8 +2,9 @@
 estimators, statistics by segment and sums along trajectories."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import jax
@@ -162,18 +163,50 @@ def table_from_columns(columns: Mapping[str, np.ndarray], *, pad_to: int | None 
     return TurnTable(**jax.device_put(padded))  # moved once, not anew for each estimator
 
 
-def trial_tables() -> tuple[TurnTable, TurnTable]:
-    """Tables to try an estimator on: three groups, two episodes of which one succeeds, two that score alike, and one
-    alone, each of two turns; and the same rows before a failed episode of the first group and more padding."""
+# Rows that do not count have score 0: a forgotten mask shows in the least of scores above 0, the greatest of others.
+_TRIAL_SCORES = ((0.0, 1.0), (0.5, 1.0), (-1.0, -0.5))
+
+
+def fault_at_trial(estimate: Callable[[TurnTable], np.ndarray]) -> str:
+    """A fault of an estimator, "" for none: on small tables it has to give one finite number per row, the same ones
+    when it is asked again, and whatever rows do not count."""
+    return next(filter(None, (_fault(estimate, *scores) for scores in _TRIAL_SCORES)), "")
+
+
+def _fault(estimate: Callable[[TurnTable], np.ndarray], low: float, high: float) -> str:
+    (table, with_uncounted), scores = _trial_tables(low, high), f"scores {low:g} and {high:g}"
+    found, again, beside = (estimate(each) for each in (table, table, with_uncounted))
+    if found.shape != table.mask.shape:
+        return f"gives {found.shape} for a table of {table.mask.shape} rows"
+    for given, group in ((found[:4], scores), (found[4:8], "equal scores"), (found[8:10], "one episode")):
+        if low >= 0 and not np.isfinite(given).all():  # it may be for successes alone
+            lost = " (the others of its group may fail: 0 is right there)" if group == "one episode" else ""
+            return f"gives {given} for a group of {group}, of two turns each{lost}"
+    alike = partial(np.isclose, rtol=1e-3, atol=1e-5, equal_nan=True)
+    for row in np.flatnonzero(~alike(again, found))[:1]:
+        return f"gives row {row} {found[row]:g}, then {again[row]:g} in a second call with equal arguments"
+    expected = np.append(found[:10], [0, 0])
+    for row in np.flatnonzero(~alike(beside[:12], expected))[:1]:
+        why = f"gives row {row} {beside[row]:g} instead of {expected[row]:g} once a failed episode and padding join "
+        return why + f"{scores}: let rows whose `mask` is False have 0, and no part in any statistic"
+    return ""
+
+
+def _trial_tables(low: float, high: float) -> tuple[TurnTable, TurnTable]:
+    """Tables to try an estimator on: three groups, two episodes of which one has the higher score, two that have the
+    lower one, and one alone with it, each of two turns; and the same rows before padding and a failed episode of the
+    first group, whose score is 0 and whose rewards are beyond all others."""
     row = np.arange(12)
     episode, turn = row // 2, row % 2
     group = np.array([0, 0, 1, 1, 2, 0])[episode]
+    counts = episode < 5
+    score = np.where(episode == 1, high, low) * counts
     states = {"state": turn + 3 * group, "next_state": turn + 1 + 3 * group}
-    columns = {"group": group, "trajectory": episode, "step": turn, "valid": row >= 0, "terminal": turn == 1} | states
-    columns |= {"score": (episode == 1) * 1.0, "mask": episode < 5}
-    columns |= {"reward": ((episode == 1) & (turn == 1)) * 1.0}
-    counted = table_from_columns({name: column[:10] for name, column in columns.items()})
-    return counted, table_from_columns(columns, pad_to=TABLE_GROWTH * SMALLEST_TABLE)
+    columns = {"group": group, "trajectory": episode, "step": turn, "terminal": turn == 1} | states
+    columns |= {"score": score, "mask": counts, "valid": row < 11}
+    columns |= {"reward": np.where(counts, score * turn, 3 * (low + high))}
+    counted = table_from_columns({name: column[:10] for name, column in columns.items()}, pad_to=10)
+    return counted, table_from_columns(columns)
 
 
 def table_rows(turns: int) -> int:

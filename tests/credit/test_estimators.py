@@ -9,7 +9,7 @@ import pytest
 from credit_tables import Path, paths_table
 
 from flowjax.credit.estimators import ESTIMATORS, CreditError, check_options, estimate, get_estimator
-from flowjax.credit.table import segment_statistics
+from flowjax.credit.table import segment_statistics, segment_total
 
 
 def group_of(*scores: float, turns: int = 1, group: int = 0) -> list[Path]:
@@ -317,7 +317,10 @@ def test_an_estimator_of_ones_own():
         ("not_finite", "gives .nan .* for a group of scores 0 and 1, of two turns each"),
         ("by_the_bare_deviation", "gives .nan .* for a group of equal scores, of two turns each"),
         ("beside_the_others", "gives .nan .* for a group of one episode, .* .the others of its group may fail: 0 is"),
-        ("over_all_rows", "gives row 0 -0.00195.* instead of -0.0078.* once a failed episode and more padding are in"),
+        ("over_all_rows", "gives row 0 -0.0078.* instead of -0.2 once a failed episode and padding join"),
+        ("less_the_best", "gives row 0 -1 instead of -0.5 once .* join scores -1 and -0.5: let rows"),
+        ("less_the_least", "gives row 0 0.5 instead of 0 once .* join scores 0.5 and 1: let rows"),
+        ("by_all_rewards", "gives row 0 -7 instead of -1 once .* join scores 0 and 1: let rows"),
         ("unmasked", "gives row 10 1 instead of 0 once .*: let rows whose `mask` is False have 0, and no part in any"),
         ("at_random", "gives row 0 0.5, then 1.5 in a second call with equal arguments: give a function of the table"),
         ("SEVERAL_STEPS", "is no function or class"),
@@ -326,6 +329,11 @@ def test_an_estimator_of_ones_own():
 def test_an_estimator_of_ones_own_that_fails_is_refused(name: str, message: str):
     with pytest.raises(CreditError, match=f"config.credit.name is '{__name__}:{name}', which {message}"):
         check_options(f"{__name__}:{name}", {})
+
+
+def test_an_estimator_of_ones_own_may_be_for_shares_alone():
+    """Below 0 it has no number."""
+    check_options(f"{__name__}:for_shares_alone", {})
 
 
 def test_an_estimator_of_ones_own_may_answer_in_bfloat16():
@@ -356,6 +364,25 @@ def one_number(table):
 
 def over_all_rows(table):
     return jnp.where(table.mask, table.score - table.score.mean(), 0.0)
+
+
+def less_the_best(table):
+    best = jnp.full(len(table.mask), -jnp.inf).at[table.group].max(table.score)[table.group]
+    return jnp.where(table.mask, table.score - best, 0.0)
+
+
+def less_the_least(table):
+    least = jnp.full(len(table.mask), jnp.inf).at[table.group].min(table.score)[table.group]
+    return jnp.where(table.mask, table.score - least, 0.0)
+
+
+def by_all_rewards(table):
+    return jnp.where(table.mask, table.score - segment_total(table.reward, table.group), 0.0)
+
+
+def for_shares_alone(table):
+    _, mean, _ = segment_statistics(table.score, table.group, table.mask)
+    return jnp.where(table.mask, (table.score - mean) / (jnp.sqrt(mean * (1 - mean)) + 1e-6), 0.0)
 
 
 def unmasked(table):
