@@ -30,7 +30,7 @@ from flowjax.launch.devices import (
     shown_axes,
 )
 from flowjax.launch.machine import unprepared
-from flowjax.launch.trial import check_episode, check_tasks, fails
+from flowjax.launch.trial import check_algorithms, check_episode, check_tasks, fails
 from flowjax.rollout.sidecar import unserved_targets, unserved_windows
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
 from flowjax.workflows import agents_of, demonstrates, episode_outcomes, outcomes_of, workflow_problem
@@ -375,6 +375,7 @@ def main() -> None:
     answer = inspect_run(run, request["devices"], Path(folder) if folder else None, request["platform"])
     answer["notes"] = []
     if not answer["problems"] and not answer["here"]:
+        answer["problems"] += _messages(check_algorithms, run, here=answer["here"])
         answer["problems"] += _messages(check_episode, run, answer["notes"], here=answer["here"])
     json.dump(answer, answer_to)
     answer_to.flush()

@@ -1,4 +1,5 @@
-"""A launch's trial of a user's own world and workflow: their tasks are read, an episode is played, actions repeated.
+"""A launch's trial of a user's own code: a world's tasks are read, an episode is played, actions are repeated, data
+algorithms are asked.
 
 `flowjax.launch.probe` calls it in its process, before anything starts. It is quick, and bounded for slow worlds.
 """
@@ -18,6 +19,7 @@ from ml_collections import ConfigDict
 from flowjax.canvas.backends import Completion, Request
 from flowjax.canvas.values import Usage
 from flowjax.config import task_options
+from flowjax.dataflow.algorithms import AlgorithmError, Candidate, Chain, Result, StateRow, build_algorithms
 from flowjax.envs import (
     EnvDied,
     Message,
@@ -343,3 +345,50 @@ def _codecs(run: Run) -> dict[str, Codec]:
             by_base[name] = Codec(base.model.path, max_prompt_tokens=limit, template_options=options)
     speaks = {agent: run.policies[of].base.name if of in run.policies else of for agent, of in run.agents.items()}
     return {agent: by_base[base] for agent, base in speaks.items() if base in by_base}
+
+
+_GROUPS_MADE_UP = 4
+
+
+def check_algorithms(run: Run) -> Iterator[str]:
+    """Ask a user's own data algorithms about the first tasks, with results that are made up; then the same of new
+    objects that have got the states of these. What fails here would end the run, or every resume of it."""
+    if all("path" not in options for options in run.config.dataflow.algorithms.values()) or run.is_evaluation:
+        return
+    written: list[StateRow] = []
+    for start, when in enumerate(("", ", once its state is restored, as plain maps and lists")):
+        try:
+            chain = Chain(build_algorithms(run.config), written)
+            _ask(run, chain, start)
+            with chain.state_changes() as changes:
+                written = [row for row in changes if row[-1] is not None]
+        except AlgorithmError as error:
+            yield f"{error} (asked at the launch about results that are made up{when})"
+            return
+
+
+def _ask(run: Run, chain: Chain, start: int) -> None:
+    """Ask the algorithms as a run does, about other groups at each start."""
+    from flowjax.dataflow.tasks import task_at, train_tasks
+
+    tasks, rollout = train_tasks(run.config), run.config.rollout
+    ready: dict[str, list[Candidate]] = {policy: [] for policy in run.policies}
+    for position in range(start * _GROUPS_MADE_UP, (start + 1) * _GROUPS_MADE_UP):
+        task, name = task_at(tasks, position), f"train-{position:08d}"
+        chain.choose(task, position)
+        chain.chosen(task, position)
+        # No two groups are alike, since an algorithm may count by any of this.
+        rewards = np.linspace(1 / (1 + position), 0, rollout.group_size, dtype=np.float32)
+        lengths = np.full(rollout.group_size, min(1 + position, rollout.max_new_tokens))
+        for policy, candidates in ready.items():
+            result = Result(name, task, policy, rewards, lengths)
+            if chain.keep(result):
+                candidates.append(Candidate(name, position, 0))
+                chain.trains(result)
+    for policy, candidates in ready.items():
+        groups = max(1, len(candidates))
+        chain.serve(candidates, [], groups)
+        if chain.keeps_used_versions:
+            chain.serve([], candidates, groups)
+        chain.published(policy, start + 1)
+    chain.metrics()

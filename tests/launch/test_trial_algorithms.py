@@ -1,0 +1,109 @@
+"""A launch asks data algorithms of the user's own, so that no run is lost by them."""
+
+import io
+import json
+import re
+import sys
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from flowjax.dataflow.algorithms import BUILT_IN, Algorithm
+from flowjax.launch import probe, trial
+from flowjax.run import resolve
+
+
+def found(config, path: str, **options) -> list[str]:
+    config.dataflow.algorithms = {"mine": {"path": path, **options}}
+    return list(trial.check_algorithms(resolve(config)))
+
+
+class Numbered(Algorithm):
+    """Trains on trajectories by their numbers."""
+
+    def trains(self, result):
+        return np.flatnonzero(result.rewards)
+
+
+class Whole(Algorithm):
+    """Has whole numbers for flags, which might as well be numbers of trajectories."""
+
+    def trains(self, result):
+        return (result.rewards > 0).astype(int)
+
+
+class Alone(Algorithm):
+    """Leaves groups out of a batch."""
+
+    def serve(self, fresh, used, groups):
+        return fresh[:1]
+
+
+class ByPayload(Algorithm):
+    """Reads what is not in the payload of its world's tasks."""
+
+    def keep(self, result):
+        return result.task.payload["colour"] == "red"
+
+
+class Nested(Algorithm):
+    """Has maps in a map, which come back without their default."""
+
+    def __init__(self, *, seed: int):
+        self.seen = defaultdict(lambda: defaultdict(int))
+
+    def keep(self, result):
+        self.seen[result.policy][result.task.task_id] += 1
+        return True
+
+    def state(self):
+        return {"seen": self.seen}
+
+
+class Gathered(Algorithm):
+    """Has a set, once it knows a task."""
+
+    def __init__(self, *, seed: int):
+        self.seen = {}
+
+    def keep(self, result):
+        self.seen.setdefault(result.policy, set()).add(result.task.task_id)
+        return True
+
+    def state(self):
+        return {"seen": self.seen}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Numbered", "trains raised TypeError: it answers .*: give a mask, True or False .*made up.$"),
+        ("Whole", "trains raised TypeError: it answers .*: give a mask, True or False .*made up.$"),
+        ("Alone", "serve raised ValueError: it answers 1 groups, too few for a batch of 4: put the others last"),
+        ("ByPayload", "keep raised KeyError: 'colour'"),
+        ("Nested", "keep raised KeyError: .* .asked .*, once its state is restored, as plain maps and lists.$"),
+        ("Gathered", "state raised TypeError: set cannot go on the wire"),
+    ],
+)
+def test_a_data_algorithm_of_ones_own_that_would_end_the_run_is_refused(config, name, message):
+    (problem,) = found(config, f"{__name__}:{name}")
+    assert re.search(rf"^config\.dataflow\.algorithms\.mine\.{message}", problem), problem
+
+
+@pytest.mark.parametrize("path", [*BUILT_IN.values(), "tests.dataflow.own_algorithm:EveryOther"])
+@pytest.mark.parametrize("members", [2, 8])
+def test_data_algorithms_that_are_sound_pass(config, path, members):
+    config.rollout.group_size = members
+    options = {"limit_tokens": 8} if path.endswith("OverlongFilter") else {}
+    assert found(config, path, **options) == []
+
+
+def test_the_probe_asks_them(config, monkeypatch):
+    config.dataflow.algorithms = {"mine": {"path": f"{__name__}:Numbered"}}
+    request = {"config": config.to_dict(), "devices": 1, "checkpoints": None, "platform": "cpu"}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
+    monkeypatch.setattr(sys, "stdout", answer := io.StringIO())
+    probe.main()
+    (problem,) = json.loads(answer.getvalue())["problems"]
+    assert "mine.trains raised TypeError" in problem
