@@ -1,6 +1,7 @@
 """Data algorithms: their hooks (`Algorithm`), how a config's names become objects, and a run's algorithms (`Chain`)."""
 
 import contextlib
+import copy
 import difflib
 import inspect
 import logging
@@ -398,7 +399,7 @@ def _states(written: Iterable[StateRow]) -> dict[str, dict[str, Any]]:
         if attribute:
             tables.setdefault((name, attribute), {})[unpack(key)] = unpack(value or b"")
         else:
-            states[name] = unpack(value or b"")
+            states[name] = copy.deepcopy(unpack(value or b""))  # arrays are read-only as they are read
     for (name, attribute), rows in tables.items():
         states[name][attribute] = Table(rows)
     return states

@@ -238,6 +238,25 @@ def test_a_map_keeps_its_type_when_it_is_restored():
     assert chain.keep(other) and after.counted == {"t": 2, "u": 1}
 
 
+def test_an_array_may_be_changed_after_it_is_restored():
+    class Sums(Algorithm):
+        def __init__(self):
+            self.sums = {"rewards": np.zeros(2)}
+
+        def keep(self, result):
+            self.sums["rewards"][0] += len(result.rewards)
+            return True
+
+        def state(self):
+            return {"sums": self.sums}
+
+    restored, chain = Sums(), Chain({"mine": Sums()})
+    assert chain.keep(RESULT)
+    with chain.state_changes("keep", ("agent", "g")) as changes:
+        chain = Chain({"mine": restored}, changes)
+    assert chain.keep(RESULT) and restored.sums["rewards"].tolist() == [8, 0]
+
+
 class Remembers(Algorithm):
     """Knows every task that it was asked about."""
 
