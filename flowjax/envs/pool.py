@@ -399,11 +399,13 @@ def check_repeats(
                 raise WorldError(f"{gave} and, {where}, {other[name]!r}: {remedy}")
 
 
-def graded(outcome: Mapping[str, Any]) -> str:
-    """Fault of an outcome whose `success` is a grade, which rewards and evaluations read as failure; "" for none."""
-    if (success := outcome.get("success", 0.0)) in (0, 1):
-        return ""
-    return f"success {success!r}: make it 1 or 0, and give a grade another name, for config.reward.components to weigh"
+def graded(*outcomes: Mapping[str, Any]) -> str:
+    """Fault where `success` is a grade, which rewards and evaluations read as one or the other; "" for none."""
+    for success in (outcome.get("success", 0.0) for outcome in outcomes):
+        if success not in (0, 1):
+            remedy = "make it 1 or 0, and give a grade another name, for config.reward.components to weigh"
+            return f"success {success!r}: {remedy}"
+    return ""
 
 
 def _shown_by(observation: Observation) -> dict[str, Any]:

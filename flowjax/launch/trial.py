@@ -33,7 +33,7 @@ from flowjax.envs import (
     find_world,
     is_refusal,
 )
-from flowjax.envs.pool import EnvPool, PooledEnv, check_repeats, graded, random_walk
+from flowjax.envs.pool import EnvPool, PooledEnv, check_repeats, random_walk
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 from flowjax.rollout.episode import EpisodePlayer
 from flowjax.run import Run
@@ -323,13 +323,11 @@ async def _played(
 
 
 def _fault(episode: Episode, replies: str) -> str:
-    """Fault of an episode by its status and outcomes; "" for none."""
-    where = f"of which an episode where every reply {replies}"
-    if episode.status not in COUNTED_STATUSES:
-        why = f"{episode.status}: {episode.error}" if episode.error else f"status {episode.status!r}, no error"
-        return f"{where} fails ({why}): mend it"
-    outcomes = (episode.outcome, *(part.outcome for part in episode.trajectories))
-    return next((f"{where} has {fault}" for outcome in outcomes if (fault := graded(outcome))), "")
+    """Fault of an episode that failed; "" for none."""
+    if episode.status in COUNTED_STATUSES:
+        return ""
+    why = f"{episode.status}: {episode.error}" if episode.error else f"status {episode.status!r}, no error"
+    return f"of which an episode where every reply {replies} fails ({why}): mend it"
 
 
 def _has_turns(episode: Episode) -> bool:

@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from flowjax.canvas.backends import Backend, BackendUnavailable, Request
 from flowjax.config import ConfigError, task_options
 from flowjax.envs import Message, World, find_world
-from flowjax.envs.pool import EnvPool
+from flowjax.envs.pool import EnvPool, graded
 from flowjax.fields import NAMED, load_named
 from flowjax.models.config import vocabulary_sizes
 from flowjax.records import (
@@ -142,6 +142,8 @@ class EpisodePlayer:
         newest = {name: sys.maxsize if name in trained else UNVERSIONED for name in self.agents.values()}
         check_episode(episode, newest=newest, bounds=self.bounds)
         check_outcomes(episode, self.needed)
+        if fault := graded(episode.outcome, *(part.outcome for part in episode.trajectories)):
+            raise ValueError(f"it ended with {fault}")
         return episode
 
     def _episode(self, lease: Lease, played: Played) -> Episode:
@@ -359,8 +361,7 @@ class EpisodeFile:
             data = self._path.read_bytes()
         except FileNotFoundError:
             return {}, 0
-        found: dict[str, Episode] = {}
-        start = 0
+        found, start = dict[str, Episode](), 0
         while start + _LENGTH.size <= len(data):
             end = start + _LENGTH.size + _LENGTH.unpack_from(data, start)[0]
             if end > len(data):  # a crash cut it short

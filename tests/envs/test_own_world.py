@@ -375,7 +375,11 @@ def test_a_file_that_is_not_there_is_a_fault_of_this_machine(countdown: type[Wor
         ("broken:Lucky", "flowjax.workflows.single:play", "and, on a new env object of another process, "),
         ("broken:Fragile", "flowjax.workflows.single:play", "at random: ZeroDivisionError: division by zero: mend it"),
         ("broken:Graded", "flowjax.workflows.single:play", "turn 1 has success 0.75: make it 1 or 0, and give a grade"),
-        ("countdown:Countdown", "broken:graded", "where every reply is empty has success -1.0: make it 1 or 0, and"),
+        (
+            "countdown:Countdown",
+            "broken:graded",
+            "every reply is empty fails (env_error: ValueError: it ended with success -1.0: make it 1 or 0, and",
+        ),
         ("broken:Spelt", "flowjax.workflows.single:play", "has the legal_actions 'updown': give a tuple of texts, or"),
         ("broken:Numbered", "flowjax.workflows.single:play", "has the legal_actions (1, 2): give a tuple of texts, or"),
         ("broken:Hanging", "flowjax.workflows.single:play", "fails (timeout: the environment took too long): mend it"),

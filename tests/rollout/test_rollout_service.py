@@ -356,17 +356,23 @@ def test_a_broken_episode_does_not_touch_its_siblings(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_reward_that_is_no_number_is_the_worlds_fault_and_ends_nothing_else(tmp_path):
+@pytest.mark.parametrize(
+    ("workflow", "said"),
+    [
+        ("every_fourth_rewards_nothing_that_is_a_number", "success' = nan"),
+        ("every_fourth_is_graded", "it ended with success 0.75: make it 1 or 0, and give a grade another name"),
+    ],
+)
+def test_a_success_that_is_neither_0_nor_1_is_the_worlds_fault_and_ends_nothing_else(tmp_path, workflow, said):
     async def scenario():
-        workflow = "unruly_workflows:every_fourth_rewards_nothing_that_is_a_number"
-        run = RolloutRun(tmp_path, workflow=workflow, dataflow__max_attempts=1)
+        run = RolloutRun(tmp_path, workflow=f"unruly_workflows:{workflow}", dataflow__max_attempts=1)
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: servers.flow.status()["ready_groups"] == 4)
         broken = [episode for episode in servers.counted if episode.seed % 4 == 0]
         assert broken and len(servers.counted) == 16
         for episode in broken:
             assert (episode.status, episode.turns) == ("env_error", [])
-            assert "success' = nan" in episode.error
+            assert said in episode.error
 
     asyncio.run(scenario())
 

@@ -24,6 +24,12 @@ async def every_fourth_rewards_nothing_that_is_a_number(task, *, seed, env, agen
     return dataclasses.replace(played, outcome={"success": math.nan}) if seed % 4 == 0 else played
 
 
+async def every_fourth_is_graded(task, *, seed, env, agents, options):
+    played = await single.play(task, seed=seed, env=env, agents=agents, options=options)
+    parts = [dataclasses.replace(part, outcome={**part.outcome, "success": 0.75}) for part in played.parts]
+    return dataclasses.replace(played, parts=parts) if seed % 4 == 0 else played
+
+
 async def every_fourth_answers_half_a_character(task, *, seed, env, agents, options):
     played = await single.play(task, seed=seed, env=env, agents=agents, options=options)
     return dataclasses.replace(played, answer="\ud83d") if seed % 4 == 0 else played
