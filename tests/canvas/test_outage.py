@@ -243,12 +243,12 @@ def test_a_pause_doubles_with_each_trial_that_fails_and_not_with_each_request_of
         now_s = 0.0
         breaker._clock = lambda: now_s
         for _ in range(14):
-            breaker.note_failure("HTTP 503")
+            breaker.note_failure("HTTP 503", 0.0)
         assert breaker.wait_s == patience.first_pause_s
         for pause_s in (2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
             now_s += breaker.wait_s
             assert await breaker.admit(), "one request is on trial"
-            breaker.note_failure("HTTP 503")
+            breaker.note_failure("HTTP 503", now_s)
             breaker.end_trial()
             assert breaker.wait_s == pause_s
         now_s += breaker.wait_s
@@ -256,6 +256,25 @@ def test_a_pause_doubles_with_each_trial_that_fails_and_not_with_each_request_of
         breaker.note_success()
         breaker.end_trial()
         assert not await breaker.admit(), "all may send again"
+
+    asyncio.run(scenario())
+
+
+def test_time_outs_of_one_outage_that_come_late_double_no_pause():
+    """Of 40 requests, sent one every half second, the last fails 20 s after the first: the pause was 30 s then."""
+
+    async def scenario() -> None:
+        patience = Patience()
+        breaker = Breaker(patience)
+        now_s = 0.0
+        breaker._clock = lambda: now_s
+        for number in range(40):
+            now_s = patience.timeout_s + 0.5 * number
+            breaker.note_failure("no answer", 0.5 * number)
+        assert breaker.wait_s == 0.0 and await breaker.admit(), "one request is on trial"
+        breaker.note_failure("no answer", now_s)
+        breaker.end_trial()
+        assert breaker.wait_s == 2 * patience.first_pause_s
 
     asyncio.run(scenario())
 

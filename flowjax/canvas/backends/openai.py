@@ -140,7 +140,7 @@ class Breaker:
         self._failures = 0  # in a row
         self.last = ""  # what the last of them was
         self._pause_s = patience.first_pause_s
-        self._closed_until_s = 0.0
+        self._paused_s, self._closed_until_s = -math.inf, 0.0  # start and end of the last pause
         self._trial: asyncio.Future[None] | None = None
         self._clock = asyncio.get_running_loop().time
 
@@ -175,11 +175,13 @@ class Breaker:
     def note_success(self) -> None:
         self._failures, self._pause_s = 0, self._patience.first_pause_s
 
-    def note_failure(self, failure: str) -> None:
-        paused = self.wait_s > 0  # requests under way when the pause began fail, too: one outage, which doubles nothing
+    def note_failure(self, failure: str, sent_s: float) -> None:
+        """Note that a request fails that was sent at that time of the event loop's clock."""
         self._failures, self.last = self._failures + 1, failure
-        if self._failures >= self._patience.failures_in_a_row and not paused:
-            self._closed_until_s = self._clock() + self._pause_s
+        # Requests that were under way when the last pause began are of its outage, however late they fail.
+        if self._failures >= self._patience.failures_in_a_row and sent_s > self._paused_s:
+            self._paused_s = self._clock()
+            self._closed_until_s = self._paused_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, self._patience.last_pause_s)
 
 
@@ -294,14 +296,15 @@ class OpenAIBackend:
         failure, tries = "", 0
         for tries in range(1 + self._patience.retries):
             url = await self._free_url(order, connections, pauses)
+            sent_s = asyncio.get_running_loop().time()
             try:
-                completion = await self._try(connections, url, body, request)
+                completion = await self._try(connections, url, body, request, sent_s)
                 connections.breaker.note_success()
                 return completion
             except _TryAgain as error:
                 failure = f"{url}: {error}"
                 if not error.busy:
-                    connections.breaker.note_failure(failure)
+                    connections.breaker.note_failure(failure, sent_s)
                 _log.info("Backend %s, try %d: %s", self._model, tries + 1, failure)
                 now_s = asyncio.get_running_loop().time()
                 pauses[url] = now_s + self._retry_s(tries // len(order))  # grows after each round of the endpoints
@@ -322,12 +325,12 @@ class OpenAIBackend:
         wait_s = free_s(url) - clock()
         if wait_s > self._patience.longest_wait_s:
             asked = f"asks to wait {wait_s:.0f} s, more than longest_wait_s ({self._patience.longest_wait_s:g})"
-            connections.breaker.note_failure(f"{url}: {asked}")
+            connections.breaker.note_failure(f"{url}: {asked}", clock())
             raise BackendUnavailable(f"{url} {asked}")
         await asyncio.sleep(max(0.0, wait_s))
         return url
 
-    async def _try(self, connections: _Connections, url: str, body: str, request: Request) -> Completion:
+    async def _try(self, connections: _Connections, url: str, body: str, request: Request, sent_s: float) -> Completion:
         async with connections.limiter.grant(prompt_estimate(request.messages) + request.max_new_tokens) as grant:
             status, headers, content = await self._post(connections.session, url, body, request.on_text)
             if status != HTTPStatus.OK:
@@ -335,7 +338,7 @@ class OpenAIBackend:
                 if status in _REFUSALS:
                     raise BackendError(f"{url} refuses the request with {message}")
                 if status not in _RETRIED and status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                    connections.breaker.note_failure(f"{url}: {message}")
+                    connections.breaker.note_failure(f"{url}: {message}", sent_s)
                     raise BackendUnavailable(f"{url} refuses the request with {message}")
                 after_s = retry_after_s(headers) if status in _ASKS_TO_WAIT else None
                 raise _TryAgain(message, after_s, busy=status == HTTPStatus.TOO_MANY_REQUESTS)
