@@ -34,15 +34,17 @@ from flowjax.envs.demonstrations import no_shares_of
 from flowjax.fields import shown
 from flowjax.monitor.held_out import METRICS, by_task, evaluation_of, is_share, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
+from flowjax.run import resolve
 from flowjax.workflows import episode_outcomes
 
 _ALPHA = 0.05
 SAMPLING_FIELDS = ("eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p")
 _PLAY = (  # results depend on them, and on the world's options, whatever the policy
     *SAMPLING_FIELDS, "workflow", "env.name", "env.max_turns", "env.prompt", "env.context", "env.history",
-    "model.template_options", "rollout.stop", "rollout.max_prompt_tokens", "rollout.max_new_tokens",
-    "rollout.max_episode_turns", "rollout.structured_outputs", "engine.dtype", "engine.quantize",
+    "rollout.stop", "rollout.max_prompt_tokens", "rollout.max_new_tokens", "rollout.max_episode_turns",
+    "rollout.structured_outputs",
 )  # fmt: skip
+_PLAY_OF_BASE = ("model.template_options", "engine.dtype", "engine.quantize")
 _LEFT_OUT = object()
 
 
@@ -197,8 +199,17 @@ def _played_otherwise(first: Sequence[Path], second: Sequence[Path]) -> Iterator
 
 
 def _play(config: ConfigDict) -> dict[str, Any]:
-    """Settings of play by field. Options of the world are there with their defaults, those of a source as given."""
-    settings = {field: attrgetter(field)(config) for field in _PLAY}
+    """Settings of play by field. Options of the world are there with their defaults, those of a source as given, and
+    those of a further base model where they are not the run's own."""
+    settings = {field: attrgetter(field)(config) for field in (*_PLAY, *_PLAY_OF_BASE)}
+    run = resolve(config)
+    for name, base in run.bases.items():
+        of_base = {field: attrgetter(field)(base) for field in _PLAY_OF_BASE}
+        settings |= {f"bases.{name}.{field}": value for field, value in of_base.items() if value != settings[field]}
+    if config.agents:  # what speaks for them: a policy, which is compared, or a base model's weights as they are
+        settings["agents"] = {
+            agent: run.bases[model].model.path if model in run.bases else model for agent, model in run.agents.items()
+        }
     options = config.env.options.to_dict()
     with contextlib.suppress(Exception):  # a user's world that is not here, or has changed since, may fail in any way
         made = find_world(config.env.name)(**options).options
@@ -210,8 +221,12 @@ def _play(config: ConfigDict) -> dict[str, Any]:
 
 
 def _value(play: Mapping[str, Any], field: str) -> Any:
-    """A setting of play. Where a source leaves an option out, or there is no such source, that of the world holds."""
-    return play.get(field, play.get(f"env.options.{field.rpartition('.options.')[2]}", _LEFT_OUT))
+    """A setting of play. Where a source leaves an option out, or there is no such source, that of the world holds; in
+    place of a base model's, the run's own."""
+    shared = (
+        field.split(".", 2)[-1] if field.startswith("bases.") else f"env.options.{field.rpartition('.options.')[2]}"
+    )
+    return play.get(field, play.get(shared, _LEFT_OUT))
 
 
 def _said(value: Any) -> str:

@@ -124,6 +124,31 @@ def test_every_setting_of_play_that_differs_is_said(tmp_path: Path):
     assert "config.env.options.retriever is" in printed([first], [second])
 
 
+def test_other_base_models_and_what_else_speaks_for_agents_are_said(tmp_path: Path):
+    def run(name: str, changes: dict[str, Any]) -> Path:
+        evaluation(tmp_path / name, {"x": [True], "y": [False]})
+        config = default_config()
+        config.bases = {"small": {"model": {"path": "models/small"}}}
+        config.agents = {"first": "agent", "second": "small", "third": "base"}
+        config.update_from_flattened_dict({"model.path": "models/large", **changes})
+        save_run(config, tmp_path / name)
+        return tmp_path / name
+
+    plain, small = run("plain", {}), {"path": "models/small"}
+    for number, (changes, said) in enumerate((
+        ({"bases": {"small": {"model": small, "engine": {"quantize": "int8"}}}},
+         "config.bases.small.engine.quantize is '' in A and 'int8' in B"),
+        ({"bases": {"small": {"model": {**small, "template_options": {"thinking": False}}}}},
+         "config.bases.small.model.template_options is {} in A"),
+        ({"bases": {"small": {"model": {"path": "models/other"}}}}, "'second': 'models/small', 'third'"),
+        ({"agents": {"first": "agent", "second": "base", "third": "base"}}, "'second': 'models/large', 'third'"),
+        ({"agents": {}}, "config.agents is {'first': 'agent', "),
+        ({"engine.dtype": "float32"}, "config.engine.dtype is 'bfloat16' in A and 'float32' in B"),
+    )):  # fmt: skip
+        text = printed([plain], [run(f"changed{number}", changes)])
+        assert said in text and text.count("may come from that") == 1
+
+
 def test_a_run_does_not_differ_from_itself(tmp_path: Path):
     first = evaluation(tmp_path / "a", played(0.8, np.random.default_rng(0)))
     text = printed([first], [first])
