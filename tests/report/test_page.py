@@ -138,6 +138,10 @@ def test_a_line_of_several_seeds_is_of_those_that_have_a_value(page: Path):
         assert await lines("{x: [10], y: [1]}") == ["m-0: 0,10 red", "m-1: 10 blue"], "a mean of one point"
         third = "{name: 'm-2', policies: {}, column: {x: [0, 10], y: [3, 4]}}"
         assert await lines("{x: [0], y: [1]}") == ["m-0, 2 seeds: 0,10 red", "m-1: 0 blue"], "one has just begun"
+        five = "column: {x: [0, 1, 2, 3, 4], y: [1, 1, 1, 1, 1]}"
+        first, third = (f"{{name: 'm-{seed}', policies: {{}}, {five}}}" for seed in (0, 2))
+        assert await lines("{x: [0, 1], y: [1, 1]}") == ["m-0, 2 seeds: 0,1,2,3,4 red", "m-1: 0,1 blue"], "under half"
+        assert await lines("{x: [0, 1, 2], y: [1, 1, 1]}") == ["m-0, 3 seeds: 0,1,2 red"]
         first, third = (f"{{name: 'm-{seed}', policies: {{}}, column: {{x: [0], y: [1]}}}}" for seed in (0, 2))
         assert await lines("{x: [0], y: [1]}") == ["m-0, 3 seeds: 0 red"], "all have just begun"
 

@@ -63,7 +63,7 @@ function linesOf() {
 function policiesOf(runs) { return [...new Set(runs.flatMap((run) => Object.keys(run.policies)))]; }
 
 // One series for each line: a single run as it is, several seeds as their mean with the band of all of them. A seed that
-// shares no two steps with the others is drawn by itself: it would leave their mean a single point.
+// shares few steps with the others is drawn by itself: it would leave their mean only these.
 function seriesOf(lines, columnOf, named = true) {
   return lines.flatMap(({runs, policy, look, looks}) => {
     const having = runs.filter((run) => columnOf(run, policy)), columns = having.map((run) => columnOf(run, policy));
@@ -77,16 +77,16 @@ function seriesOf(lines, columnOf, named = true) {
 function trained(metric) {
   return seriesOf(linesOf(), (run, policy) => run.policies[policy]?.metrics[metric] && {x: run.policies[policy].step, y: run.policies[policy].metrics[metric]});
 }
-// Indices of the columns that make one mean: from the longest on, each that has two steps in common with those before it,
-// or one where none has more.
+// Indices of the columns that make one mean: from the longest on, each that has with those before it half of its steps in
+// common, and two where it has several.
 function sharing(columns) {
   const steps = columns.map((one) => one.x.filter((_, i) => isNumber(one.y[i]) || isName(one.y[i])));
-  const order = columns.map((_, i) => i).sort((a, b) => steps[b].length - steps[a].length), enough = steps[order[0]]?.length > 1 ? 2 : 1;
+  const order = columns.map((_, i) => i).sort((a, b) => steps[b].length - steps[a].length), longest = steps[order[0]]?.length ?? 0;
   let shared = new Set(steps[order[0]]);
   const found = order.slice(0, 1);
   for (const i of order.slice(1)) {
     const both = steps[i].filter((step) => shared.has(step));
-    if (both.length >= enough) { found.push(i); shared = new Set(both); }
+    if (both.length >= Math.max(longest / 2, Math.min(longest, 2))) { found.push(i); shared = new Set(both); }
   }
   return found.sort((a, b) => a - b);
 }
