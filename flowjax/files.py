@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -94,6 +95,16 @@ def new_file(path: Path) -> Iterator[Path]:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def shared_like_others(path: Path) -> Iterator[None]:
+    """Give the file that the block writes at `path` the mode of any new file: safetensors, which writes beside it and
+    renames, leaves it to its owner alone, and engines may run as another user."""
+    path.touch()  # a process cannot read its umask without setting it, in all of its threads
+    mode = stat.S_IMODE(path.stat().st_mode)
+    yield
+    path.chmod(mode)
 
 
 def _sync(path: Path) -> None:

@@ -1,7 +1,9 @@
 """Exported checkpoints in the tools they are for: transformers and PEFT give the trainer's own log-probabilities."""
 
 import json
+import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +96,16 @@ def test_peft_gives_our_log_probs(runs: Path, tmp_path: Path):
 def test_the_precision_is_as_asked(runs: Path, tmp_path: Path):
     export(runs / "full/checkpoints/agent/4", tmp_path / "out", form="hf", dtype="bfloat16")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("form", "weights"), [("hf", "model"), ("peft", "adapter_model")])
+def test_weights_can_be_read_by_whom_the_umask_lets(runs: Path, tmp_path: Path, form: str, weights: str):
+    usual = os.umask(0o027)
+    try:
+        export(runs / "lora/checkpoints/agent/4", tmp_path / "out", form=form)
+    finally:
+        os.umask(usual)
+    assert stat.S_IMODE((tmp_path / f"out/{weights}.safetensors").stat().st_mode) == 0o640
 
 
 def test_the_card_tells_data_algorithm_budget_results_and_provenance(runs: Path, tmp_path: Path):

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from flowjax.files import new_folder
+from flowjax.files import new_folder, shared_like_others
 from flowjax.models.config import hf_config, read_config
 from flowjax.models.decoder import Decoder, base_specs, init_adapter, make_placement
 from flowjax.models.lora import ALL_TARGETS, Lora, hf_modules, merge
@@ -384,7 +384,9 @@ def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path) -> di
 
     def flush() -> None:
         shards.append(list(pending))
-        save_file(pending, str(folder / f"part-{len(shards)}.safetensors"), metadata={"format": "pt"})
+        path = folder / f"part-{len(shards)}.safetensors"
+        with shared_like_others(path):
+            save_file(pending, str(path), metadata={"format": "pt"})
         pending.clear()
 
     for name, tensor in tensors:

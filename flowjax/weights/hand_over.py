@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from flowjax.files import new_folder
+from flowjax.files import new_folder, shared_like_others
 from flowjax.models.config import read_config
 from flowjax.models.decoder import Decoder, base_specs
 from flowjax.models.hf import save_decoder
@@ -55,10 +55,9 @@ def write_peft_folder(
     """Write adapter_model.safetensors and adapter_config.json into a new folder; also README.md, if there is a model
     card."""
     with new_folder(folder) as unfinished:
-        save_file(
-            {name: np.ascontiguousarray(array) for name, array in tensors.items()},
-            unfinished / "adapter_model.safetensors",
-        )
+        path = unfinished / "adapter_model.safetensors"
+        with shared_like_others(path):
+            save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path)
         (unfinished / "adapter_config.json").write_text(json.dumps(dict(described), indent=2))
         if card:
             (unfinished / "README.md").write_text(card)
