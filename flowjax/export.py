@@ -12,9 +12,10 @@ weights, that of the base model's config unless given. Exit status: 0 done, 2 so
 
 import contextlib
 import json
+import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,9 @@ def model_card(run: Run, policy: Policy, step: int, form: str) -> str:
     merged = ", merged into it" if policy.train == "lora" and form == "hf" else ""
     text = f"Policy `{policy.name}` of the run `{run.folder.name}` after {step} steps: {made} of `{base}`{merged}, "
     text += "trained with reinforcement learning by flowjax."
-    parts = {"Data": _data(run), "Algorithm": _algorithm(run, policy), "Budget": _budget(run, policy, step)}
-    parts |= {"Results": _results(run, policy, step), "Provenance": _provenance(run)}
+    trained = _trained_lines(run, policy, step)
+    parts = {"Data": _data(run), "Algorithm": _algorithm(run, policy), "Budget": _budget(run, policy, step, trained)}
+    parts |= {"Results": _results(run, policy, step), "Provenance": _provenance(run, trained)}
     lines = ["---", *header, "---", "", f"# {run.folder.name}, {policy.name} at step {step}", "", text]
     for title, facts in parts.items():
         lines += ["", f"## {title}", "", *(f"- {name}: {value}" for name, value in facts.items())]
@@ -155,14 +157,18 @@ def _algorithm(run: Run, policy: Policy) -> dict[str, Any]:
     }
 
 
-def _budget(run: Run, policy: Policy, step: int) -> dict[str, Any]:
-    trained = [
+def _trained_lines(run: Run, policy: Policy, step: int) -> list[dict[str, Any]]:
+    """The policy's lines of training in the metrics up to a step."""
+    return [
         line
         for line in read_metrics(run.folder)
         if line.get("kind") == "train"
         and line.get("policy", policy.name) == policy.name
         and line.get("step", 0) <= step
     ]
+
+
+def _budget(run: Run, policy: Policy, step: int, trained: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     sums = {name: sum(line.get(name, 0) for line in trained) for name in ("episodes", "trained_tokens", "total_s")}
     return {
         "steps": f"{step}, each of {policy.trainer.groups_per_step} groups of {run.config.rollout.group_size} episodes",
@@ -205,10 +211,13 @@ def _together(played: str, name: str) -> str:
     return "" if played == name else f", by {played}"
 
 
-def _provenance(run: Run) -> dict[str, Any]:
+def _provenance(run: Run, trained: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The start that made the step: the last that began before the step's line was written. Later ones went on."""
     starts = read_starts(run.folder)
     if not starts:
         return {"run.json": "is not there: command and code are not known"}
+    made_s = max((line.get("time_s", 0.0) for line in trained), default=math.inf)
+    starts = [start for start in starts if start.get("started_s", 0.0) <= made_s] or starts
     start = starts[-1]
     code, machine = start.get("code", {}), start.get("machine", {})
     dirty = f", with changes in {len(code.get('changed_files', []))} files" if code.get("dirty") else ""

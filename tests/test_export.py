@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -137,6 +138,8 @@ def test_the_card_tells_data_algorithm_budget_results_and_provenance(runs: Path,
     ):
         assert words in text, words
     assert "secret-host" not in card
+    later = {"command": ["resumed"], "started_s": time.time() + 9.0, "code": {"commit": "def"}}
+    (run / "run.json").write_text(json.dumps({"starts": [STARTED, later]}))
     episodes = [HeldOutEpisode(task, task, "", 0, "ok", 1.0, 3, 6, {}, {}) for task in "xy"]
     write_held_out(run, "agent@4", episodes)
     (run / "evaluations/4").mkdir(parents=True)
@@ -145,6 +148,7 @@ def test_the_card_tells_data_algorithm_budget_results_and_provenance(runs: Path,
     (run / "evaluations/torn/results.json").write_text('{"pla')
     export(run / "checkpoints/agent/4", tmp_path / "hf", form="hf")
     merged = (tmp_path / "hf/README.md").read_text()
+    assert "commit abc" in merged and "starts: 1" in merged, "the start after this step is not where it comes from"
     assert "merged into it" in merged and "- held-out success: 100.0 % [34.2, 100.0] of 2 tasks" in merged
     assert "beside training" in merged and 'library_name: "transformers"' in merged
     results = {**summarise(episodes[:1]), "played": {"name": "agent@4", "samples": 4, "temperature": 0.0}}
