@@ -81,6 +81,19 @@ def read_scores(path: Path, metric: str) -> dict[str, float]:
     return {task: float(np.mean(values)) for task, values in by_task(read_held_out(path), metric).items()}
 
 
+def rewarded_policies(path: Path) -> list[str]:
+    """Names of the policies that got a reward in an evaluation."""
+    return sorted({name for played in read_held_out(path) for name in played.rewards})
+
+
+def comparable_rewards(policies: Collection[str], others: Collection[str]) -> bool:
+    """True if rewards that are means over these policies and over those can be compared.
+
+    One policy alone may have another name: a base model that plays alone is rewarded as its policy.
+    """
+    return set(policies) == set(others) or len(policies) == len(others) == 1
+
+
 def metrics_of(config: ConfigDict) -> set[str]:
     """Names of the numbers in a run's held-out episodes. Empty if the workflow does not list its outcomes, or if the
     world cannot be found, which the launcher's checks report."""
@@ -146,6 +159,8 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
         ConfigError: an evaluation cannot be read, or the two cannot be compared.
     """
     sides = [[read_scores(path, metric) for path in side] for side in (first, second)]
+    if metric == "reward":
+        _check_rewarded([*first, *second])
     scores = shared_tasks(*sides)
     try:
         found = difference(*scores)
@@ -174,6 +189,19 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(conclusion(found, metric), highlight=False, soft_wrap=True)
     return found
+
+
+def _check_rewarded(evaluations: Sequence[Path]) -> None:
+    """Check that the rewards of all evaluations are means over the same policies.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    first, policies = evaluations[0], [rewarded_policies(path) for path in evaluations]
+    for path, these in zip(evaluations, policies, strict=True):
+        if not comparable_rewards(these, policies[0]):
+            of = f"{', '.join(these)} in {evaluation_of(path)}, but {', '.join(policies[0])} in {evaluation_of(first)}"
+            raise ConfigError(f"--metric is 'reward', the mean over the policies, which are {of}: use another metric")
 
 
 def _played_otherwise(first: Sequence[Path], second: Sequence[Path]) -> Iterator[str]:

@@ -38,7 +38,15 @@ import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from flowjax.compare import SAMPLING_FIELDS, apart, compare_variants, metrics_of, variants_figure, variants_table
+from flowjax.compare import (
+    SAMPLING_FIELDS,
+    apart,
+    comparable_rewards,
+    compare_variants,
+    metrics_of,
+    variants_figure,
+    variants_table,
+)
 from flowjax.config import ConfigError, asks_help, load_run
 from flowjax.fields import FOLDER_NAME, nearest, shown
 from flowjax.files import replace_file
@@ -127,6 +135,7 @@ def read_sweep(path: Path) -> Sweep:
             problems.append(f"{path}: METRIC is {metric!r}, {has}: use one of {', '.join(sorted(known))}")
             break
     others = [*_sampled_otherwise(configs), *_of_other_tasks(configs)]
+    others += _rewarded_otherwise(configs) if metric == "reward" else ()
     problems += [f"{path}: VARIANTS[{name!r}]: {text}" for name, text in others]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -185,6 +194,16 @@ def _sampled_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str,
                 values = f"config.{field} is {shown(now)}, not {shown(was)} as in VARIANTS[{first!r}]"
                 remedy = "give them one value, or make another sweep of it"
                 yield name, f"{values}, and greedy or narrow sampling is no better method: {remedy}"
+
+
+def _rewarded_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
+    """Variants of a sweep whose rewards are means over other policies than the first one's, and what differs."""
+    policies = {name: sorted(resolve(config).policies) for name, config in configs.items()}
+    first = next(iter(configs), "")
+    for name, these in policies.items():
+        if not comparable_rewards(these, policies[first]):
+            of = f"{', '.join(these)}, not {', '.join(policies[first])} as in VARIANTS[{first!r}]"
+            yield name, f"its policies are {of}, and METRIC is 'reward', the mean over them: use another metric"
 
 
 def _of_other_tasks(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:

@@ -69,6 +69,29 @@ def test_what_a_world_counts_has_no_interval_of_a_share(tmp_path: Path):
     assert no_shares_of(tmp_path / "no run") == set(NO_SHARES)
 
 
+def test_rewards_of_different_policies_are_not_compared(tmp_path: Path):
+    """The mean over solver and verifier was called higher than that of the solver alone."""
+
+    def run(name: str, *rewarded: dict[str, float]) -> list[Path]:
+        episodes = [
+            HeldOutEpisode(f"{index}", "", "", 0, "ok", 1.0, 3, 6, {}, rewards)
+            for index, rewards in enumerate(rewarded)
+        ]
+        (tmp_path / name).mkdir()
+        write_held_out(tmp_path / name, "a@4", episodes)
+        return [tmp_path / name]
+
+    both, one, base = {"solver": 0.0, "verifier": 1.0}, {"solver": 0.0}, {"base": 1.0}
+    pair, again, solver = run("pair", both, both), run("again", both, one), run("solver", one, one)
+    of_base = run("base", base, base)
+    for sides in ((pair, solver), (pair, of_base), (pair + solver, pair + again)):
+        with pytest.raises(ConfigError, match=r"^--metric is 'reward', the mean .*, but solver, verifier in .*: use"):
+            compare(*sides, "reward", Console())
+        assert "success on 2 shared tasks" in printed(*sides)
+    # An agent need not speak in every episode; and a base model that plays alone is rewarded as its policy.
+    assert printed(pair, again, metric="reward") and printed(solver, of_base, metric="reward")
+
+
 def test_brackets_in_names_are_no_markup(tmp_path: Path):
     run = evaluation(tmp_path / "exp[lr=2]-a", {"x": [True], "y": [False]})
     assert f"A is {run}/held_out" in printed([run], [run])

@@ -122,6 +122,13 @@ def test_variants_times_seeds_are_runs_with_configs_of_their_own():
             'METRIC = "boxes_on_target"\nothers = {',
             r"METRIC is 'boxes_on_target', which episodes of VARIANTS\['turns'\] do not have: use one of either_succ",
         ),
+        (
+            '"credit.name": "grpo"},',
+            '"credit.name": "grpo"},\n    "pair": {"workflow": "flowjax.workflows.solver_verifier:play", "agents": '
+            '{"solver": "a", "verifier": "b"}, "policies": {"a": {}, "b": {}}},\n}\n'
+            'METRIC = "reward"\nothers = {',
+            r"VARIANTS\['pair'\]: its policies are a, b, not agent as in VARIANTS\['grpo'\], and METRIC is",
+        ),
         ("helper = ", "helper = 1 / 0 + ", "sweep.py line 9: ZeroDivisionError"),
         ("helper = ", "helper = = ", "sweep.py line 9: SyntaxError"),
     ],
