@@ -215,12 +215,16 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
     if shipped or "rollout" in config.elsewhere or kind.asked_bases is not World.asked_bases:
         return  # shipped code has tests; this machine does not play; or the bases that the world asks do not run yet
     tasks = (held_out_tasks if config.eval.versions else train_tasks)(config)
-    first = [task_at(tasks, index) for index in range(min(_FIRST_TASKS, len(tasks)))]
-    task = first[0]
+    task = task_at(tasks, 0)
     if kind(**task_options(config, task.source)).STEPS_WAIT:
         return
+    codecs = _codecs(run)
+
+    def first() -> Iterator[Task]:
+        return (task_at(tasks, index) for index in range(min(_FIRST_TASKS, len(tasks))))
+
     # Another one of the same source; the same one in a world of a single task.
-    another = next((each for each in first if each.source == task.source and pack(each) != pack(task)), task)
+    another = next((each for each in first() if each.source == task.source and pack(each) != pack(task)), task)
 
     async def play() -> str:
         most = config.env.max_turns
@@ -231,7 +235,7 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
                 return f"where the first reset fails ({died}): mend it"
             async with asyncio.timeout(limit_s):
                 player = EpisodePlayer.of_run(run, pool=pool, backend=_Scripted(str))
-                if fault := await _played_wrongly(player, first, _codecs(run)):
+                if fault := await _played_wrongly(player, first(), codecs):
                     return fault
                 async with opened() as env:
                     walk, between, again = [await random_walk(kind, env, of, most) for of in (task, another, task)]
@@ -277,10 +281,10 @@ async def _opened(
         yield pool, opened
 
 
-async def _played_wrongly(player: EpisodePlayer, first: Sequence[Task], codecs: Mapping[str, Codec]) -> str:
+async def _played_wrongly(player: EpisodePlayer, first: Iterator[Task], codecs: Mapping[str, Codec]) -> str:
     """Fault of the first episode that gets a reply; "" for none."""
     most, shortest = player.config.rollout.max_prompt_tokens, sys.maxsize
-    for task in first:
+    for task in first:  # read one by one: they may be slow to make
         episode, backend = await _played(player, task, codecs)
         if backend.replies or not backend.too_long:
             break
