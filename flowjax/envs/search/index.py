@@ -261,8 +261,9 @@ def kept(path: Path, wanted: Mapping[str, Any], load: Callable[[Path], Any]) -> 
     """
     note = _how_made_at(path)
     try:
-        wanted = {**wanted, **_of_file(path)}
-        made = json.loads(note.read_text()) if note.exists() else wanted
+        of_file = _of_file(path)
+        wanted = {**wanted, **of_file}
+        made = of_file | json.loads(note.read_text()) if note.exists() else wanted  # older notes lack the digest
         others = [
             f"{name} {made.get(name)!r}, here {value!r}" for name, value in wanted.items() if made.get(name) != value
         ]
