@@ -75,6 +75,7 @@ from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, EvaluationStoppe
 from flowjax.rollout.sidecar import largest_code
 from flowjax.run import Run, played_in, policy_sections, read_endpoints, read_models, resolve, write_models
 from flowjax.weights.follow import WeightsError
+from flowjax.weights.hand_over import link_version
 from flowjax.weights.publish import CheckpointError, committed_steps, has_arrays, read_adapter
 from flowjax.workflows.codec import CodecError
 
@@ -598,7 +599,11 @@ def _play_missing(
 
 
 def begin(evaluation: Evaluation) -> None:
-    """Make the folder: `evaluation.json`, the config, and links to the checkpoints."""
+    """Make the folder: `evaluation.json`, the config, and the versions that play, which a trainer may delete meanwhile.
+
+    Raises:
+        CheckpointError: it has deleted one already.
+    """
     folder = evaluation.run.folder
     folder.mkdir(parents=True, exist_ok=True)
     write_models(folder, evaluation.models)
@@ -606,9 +611,8 @@ def begin(evaluation: Evaluation) -> None:
     save_run(evaluation.run.config, folder)  # last: a folder without it is free (`_is_free`)
     for policy, checkpoint in evaluation.checkpoints.items():
         published = folder / "checkpoints" / policy / checkpoint.name
-        published.parent.mkdir(parents=True, exist_ok=True)
-        if not published.is_symlink():  # a link, at the place where a run has its checkpoint and the follower looks
-            published.symlink_to(checkpoint.absolute())
+        if not published.exists():  # at the place where a run has its checkpoint and the follower looks
+            link_version(checkpoint, published)
 
 
 def _play(evaluations: Sequence[Evaluation], request: EvaluationRequest, console: Console) -> int:

@@ -24,7 +24,7 @@ from flowjax.models.hf import save_decoder
 from flowjax.models.lora import Lora, hf_targets, peft_tensors
 from flowjax.models.shape import ModelConfig, ModelError
 from flowjax.run import Policy
-from flowjax.weights.publish import COMMIT_MARKER, HANDED_OVER, read_adapter
+from flowjax.weights.publish import COMMIT_MARKER, HANDED_OVER, CheckpointError, read_adapter
 from flowjax.workflows import served_version
 
 
@@ -67,12 +67,37 @@ def link_folder(made: Path, folder: Path) -> None:
     """Make the folder of a version from files that are on this disk already: by hard links, else by copies."""
     with new_folder(folder) as unfinished:
         for path in made.iterdir():
-            if path.name == COMMIT_MARKER:  # Orbax's own, of the folder as a part of a checkpoint
-                continue
-            try:
-                os.link(path, unfinished / path.name)
-            except OSError:
-                shutil.copyfile(path, unfinished / path.name)
+            if path.name != COMMIT_MARKER:  # Orbax's own, of the folder as a part of a checkpoint
+                _link(path, unfinished / path.name)
+
+
+def link_version(checkpoint: Path, folder: Path) -> None:
+    """Make `folder` a version like that of a committed checkpoint, with what engines need of it: it stays when a
+    trainer deletes the checkpoint.
+
+    Raises:
+        CheckpointError: it has been deleted meanwhile.
+    """
+    needed = HANDED_OVER if (checkpoint / HANDED_OVER).exists() else "adapter"
+    try:
+        with new_folder(folder) as unfinished:
+            shutil.copytree(checkpoint / needed, unfinished / needed, copy_function=_link)
+            _link(checkpoint / COMMIT_MARKER, unfinished / COMMIT_MARKER)
+    except OSError as error:
+        if (checkpoint / COMMIT_MARKER).exists():
+            raise
+        raise CheckpointError(
+            f"{checkpoint} has been deleted by its trainer, which keeps the newest alone: take a newer one, or raise "
+            "config.trainer.keep_checkpoints in the next run"
+        ) from error
+
+
+def _link(path: os.PathLike[str] | str, to: os.PathLike[str] | str) -> None:
+    """A hard link, or a copy where there can be none, of the same times: that of its marker is a version's commit."""
+    try:
+        os.link(path, to)
+    except OSError:
+        shutil.copy2(path, to)
 
 
 def remove_unfinished(parent: Path, policy: str) -> None:
