@@ -505,7 +505,7 @@ def _problems(request: EvaluationRequest) -> list[str]:
     if all(_is_complete(evaluation) for evaluation in request.evaluations):
         return []
     if not request.endpoint:
-        found = examine(run, _devices(run))
+        found = examine(run, _devices(run), checkpoints=_all_checkpoints(request.evaluations[0]))
         return [request.named(text) for text in (*found.problems, *found.here)]
     if problems := check_config(run.config):
         return problems
@@ -514,6 +514,13 @@ def _problems(request: EvaluationRequest) -> list[str]:
         with naming_options_of(source, run.config):
             world(**task_options(run.config, source)).env()
     return asyncio.run(_unanswered(request.endpoint))
+
+
+def _all_checkpoints(evaluation: Evaluation) -> dict[str, Path]:
+    """By policy, the folder of its checkpoints: of those that play, or those of the run whose base does."""
+    if evaluation.checkpoints or evaluation.trained_in is None:
+        return {policy: checkpoint.parent for policy, checkpoint in evaluation.checkpoints.items()}
+    return {policy: evaluation.trained_in / "checkpoints" / policy for policy in evaluation.run.policies}
 
 
 async def _unanswered(endpoint: Mapping[str, Any]) -> list[str]:

@@ -27,6 +27,7 @@ from ml_collections import ConfigDict
 from flowjax.config import ConfigError, asks_help
 from flowjax.envs.demonstrations import no_shares_of
 from flowjax.files import new_folder
+from flowjax.launch.checks import other_bases
 from flowjax.launch.command_line import committed_checkpoint
 from flowjax.models.config import read_config
 from flowjax.models.decoder import set_adapter
@@ -61,6 +62,8 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
     if out.exists():
         raise ConfigError(f"--out={out} exists already: name a new folder")
     run, policy, step = _policy_of(checkpoint)
+    if problems := other_bases(run, {policy.name: checkpoint.absolute().parent}):
+        raise ConfigError("\n".join(problems))
     arrays = read_adapter(checkpoint.parent, step) if has_arrays(checkpoint.parent, step) else None
     card = model_card(run, policy, step, form)
     if form == "peft":

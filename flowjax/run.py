@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from flowjax.config import BASE_NAME, FIELDS, OWNER_OF_OPTIONS, ConfigError, default_options, load_run
 from flowjax.fields import NAME, Entry, Free, Section, shown
-from flowjax.files import replace_file
+from flowjax.files import digest_of, replace_file
 
 PER_BASE = ("model", "engine", "warm_start")  # sections that a base model may have of its own
 PER_POLICY = ("policy", "reward", "credit", "loss", "trainer", "optimizer")  # and a policy
@@ -62,6 +62,12 @@ class Base:
         """Names of `count` engines of this base."""
         stem = "engine" if self.name == BASE_NAME else f"engine-{self.name}"
         return [stem] if count == 1 else [f"{stem}-{index}" for index in range(count)]
+
+    def weights_digest(self) -> str:
+        """Digest of a nano base's weights: another one may be made under the same path. "" for other models, which are
+        large and not made by a run, and where there are no weights."""
+        files = sorted(Path(self.model.path).glob("*.safetensors")) if self.model.nano is not None else ()
+        return ",".join(map(digest_of, files))
 
     @property
     def logs(self) -> str:

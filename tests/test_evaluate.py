@@ -324,6 +324,20 @@ def test_a_nano_base_that_is_not_there_is_not_waited_for(run, capsys):
     assert not (run / "evaluations").exists()
 
 
+@pytest.mark.parametrize("more", [[], ["--base"]], ids=["checkpoint", "base"])
+def test_a_nano_base_made_anew_does_not_play_for_the_one_that_was_trained_on(run, capsys, more):
+    weights = run.parent / "nano" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"made anew by another, with its seed")
+    (run / "checkpoints" / "solver" / "1" / "data" / "metadata").write_text('{"base": "0123"}')
+    config = load_recipe(f"{run.parent / 'recipe.py'}:one")
+    config.policy.name, config.model.path, config.model.nano = "solver", str(weights.parent), {"layers": 2}
+    save_run(config, run)
+    assert main([str(run), *more]) == 2
+    assert "where another base lies than the one that solver was trained on: bring" in capsys.readouterr().err
+    assert not (run / "evaluations").exists()
+
+
 def test_an_option_that_the_world_lacks_is_named_as_the_config_has_it(run, capsys):
     saved(run, "one")
     assert main([str(run), "--config.env.options.max_move=3"]) == 2

@@ -28,8 +28,8 @@ from flowjax.models.nano import nano_config
 from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import HeldOutEpisode, summarise, write_held_out
 from flowjax.monitor.metrics import MetricsWriter
-from flowjax.run import write_models
-from flowjax.weights.publish import Checkpoints
+from flowjax.run import resolve, write_models
+from flowjax.weights.publish import Checkpoints, read_adapter
 
 MODEL = nano_config(40, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
 TOKENS = np.random.default_rng(0).integers(3, 40, (2, 9))
@@ -208,6 +208,22 @@ def test_refusals(runs: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="--format=peft is for adapters"):
         export(runs / "full/checkpoints/agent/4", out, form="peft")
     assert not out.exists()
+
+
+def test_a_checkpoint_is_not_exported_with_another_base(runs: Path, tmp_path: Path):
+    shutil.copytree(runs / "model", tmp_path / "model")
+    config = load_run(runs / "lora")
+    config.model.path, config.model.nano = str(tmp_path / "model"), {"hidden_size": 16}
+    save_run(config, tmp_path / "run")
+    base = resolve(config).bases["base"]
+    state = read_adapter(runs / "lora/checkpoints/agent", 4)
+    with Checkpoints(tmp_path / "run/checkpoints/agent") as checkpoints:
+        checkpoints.save(4, state, {}, {"base": base.weights_digest()})
+    export(tmp_path / "run/checkpoints/agent/4", tmp_path / "out", form="peft")
+    with (tmp_path / "model/model.safetensors").open("ab") as weights:
+        weights.write(b"of another seed")
+    with pytest.raises(ConfigError, match=r"config.model.path is .*model', where another base lies .* bring that back"):
+        export(tmp_path / "run/checkpoints/agent/4", tmp_path / "again", form="peft")
 
 
 def test_an_adapter_of_another_shape_is_refused_and_leaves_nothing(runs: Path, tmp_path: Path):

@@ -3,8 +3,11 @@
 Every check yields messages of one form: field, value, conflict, remedy. All that can be found are given at once.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from ml_collections import ConfigDict
 
@@ -59,6 +62,33 @@ def on_each_base(run: Run, check: Callable[[Base], Iterable[str]]) -> list[str]:
         for text in check(base):
             said.setdefault(text, in_base(name, text))
     return list(said.values())
+
+
+def other_bases(run: Run, checkpoints: Mapping[str, Path]) -> list[str]:
+    """Messages on nano bases that are not those that policies were trained on, as far as their checkpoints note these.
+
+    Args:
+        checkpoints: by policy, the folder that has all of its checkpoints.
+    """
+    found: list[str] = []
+    for name, folder in checkpoints.items():
+        base = run.policies[name].base
+        if (here := base.weights_digest()) and not set(_noted_bases(folder)) <= {here}:
+            found.append(
+                in_base(
+                    base.name,
+                    f"config.model.path is {base.model.path!r}, where another base lies than the one that {name} was "
+                    "trained on: bring that back, or start from the folder where the run was started",
+                )
+            )
+    return found
+
+
+def _noted_bases(folder: Path) -> Iterator[str]:
+    for note in folder.glob("*/data/metadata"):  # Orbax's file of a checkpoint's counters
+        with suppress(OSError, ValueError):  # deleted meanwhile, or not yet written
+            if noted := json.loads(note.read_text()).get("base"):
+                yield noted
 
 
 def on_each_policy(run: Run, check: Callable[[Policy], Iterable[str]]) -> list[str]:

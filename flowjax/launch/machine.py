@@ -38,8 +38,8 @@ class RunInUse(Exception):
     """Another process supervises this run folder."""
 
 
-def check_model(base: Base) -> list[str]:
-    """Problems with the base model's folder, unless it is whole, or can be built or fetched."""
+def check_model(base: Base, *, trained: bool = False) -> list[str]:
+    """Problems with the base model's folder, unless it is whole or can be had. One that was `trained` on is kept."""
     if not base.model.path:
         return ["config.model.path is empty: give the folder of a Hugging Face model"]
     folder, nano = Path(base.model.path), base.model.nano
@@ -53,10 +53,12 @@ def check_model(base: Base) -> list[str]:
         ]
     missing = [name for name in ("tokenizer.json", *_weight_files(folder)) if not any(folder.glob(name))]
     if missing:
-        more = f" and {len(missing) - 2} more" if missing[2:] else ""
-        lacks = f"{' and '.join(missing[:2])}{more}"
+        lacks = " and ".join(missing[:2]) + (f" and {len(missing) - 2} more" if missing[2:] else "")
         return [f"config.model.path is {str(folder)!r}, which lacks {lacks}: download it again"]
-    return [*_nano_conflicts(folder, nano), *_taught_otherwise(folder, base.warm_start)] if nano is not None else []
+    anew = "remove the folder to have it made anew, or name another one in config.model.path"
+    remedy = "give the run's own value, or bring back the base that it was trained on" if trained else anew
+    found = [*_nano_conflicts(folder, nano), *_taught_otherwise(folder, base)] if nano is not None else []
+    return [f"{text}: {remedy}" for text in found]
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -77,17 +79,16 @@ def unprepared(folder: Path) -> str:
     )
 
 
-def _taught_otherwise(folder: Path, warm_start: ConfigDict) -> list[str]:
+def _taught_otherwise(folder: Path, base: Base) -> list[str]:
     """Problems with fields of the warm start that differ from those by which the existing base was made."""
     try:
         noted = json.loads((folder / TAUGHT_FILE).read_text())
     except (OSError, ValueError):  # made before this file was written, or by other means
         return []
-    default, wanted = (json.loads(section.to_json()) for section in (default_config().warm_start, warm_start))
+    default, wanted = (json.loads(section.to_json()) for section in (default_config().warm_start, base.warm_start))
     taught = {**default, **noted}  # a field that is newer than the base had its default
     return [
-        f"config.warm_start.{name} is {value!r}, but the model in {str(folder)!r} was made with {taught[name]!r}: "
-        "remove the folder to have it made anew, or name another one in config.model.path"
+        f"config.warm_start.{name} is {value!r}, but the model in {str(folder)!r} was made with {taught[name]!r}"
         for name, value in wanted.items()
         if taught[name] != value
     ]
@@ -105,10 +106,9 @@ def _nano_conflicts(folder: Path, nano: ConfigDict) -> list[str]:
     try:
         built = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        return [f"config.model.path is {str(folder)!r}, whose config.json cannot be read ({error}): remove the folder"]
+        return [f"config.model.path is {str(folder)!r}, whose config.json cannot be read ({error})"]
     return [
-        f"config.model.nano.{ours} is {nano[ours]}, but the model in {folder} was built with {built.get(theirs)}: "
-        "give another config.model.path, or remove the folder to build it anew"
+        f"config.model.nano.{ours} is {nano[ours]}, but the model in {folder} was built with {built.get(theirs)}"
         for ours, theirs in names.items()
         if ours in nano and theirs in built and nano[ours] != built[theirs]
     ]

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowjax.config import ConfigError
-from flowjax.launch.checks import check_config, in_base, on_each_base
+from flowjax.launch.checks import check_config, in_base, on_each_base, other_bases
 from flowjax.launch.devices import Devices, visible_accelerators
 from flowjax.launch.machine import (
     check_accelerators,
@@ -48,18 +48,30 @@ class Findings:
     plan: dict[str, Any] = field(default_factory=dict)
 
 
-def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
-    """Run every check. Nothing is written, nothing started but short-lived probes."""
+def examine(
+    run: Run, devices: Devices, *, resume: bool = False, checkpoints: Mapping[str, Path] | None = None
+) -> Findings:
+    """Run every check. Nothing is written, nothing started but short-lived probes.
+
+    Args:
+        checkpoints: of an evaluation: by policy, the folder that has its checkpoints.
+    """
     # Started first: the probe takes seconds to import JAX, and the other checks run here meanwhile.
     probe = _start_probe(run, devices, run.folder / "checkpoints" if resume else None)
     problems, kind = check_config(run.config), "evaluation" if run.is_evaluation else "run"
+    if resume:
+        checkpoints = {name: run.folder / "checkpoints" / name for name in run.policies}
+    trained = {name: folder for name, folder in (checkpoints or {}).items() if any(folder.glob("[0-9]*"))}
+
+    def model(base: Base) -> list[str]:
+        return check_model(base, trained=not trained.keys().isdisjoint(run.policies_on(base.name)))
 
     def engine(base: Base) -> list[str]:
-        trained = (policy.train for policy in run.policies_on(base.name).values())
-        return check_engine(base, adapters="lora" in trained)
+        ways = (policy.train for policy in run.policies_on(base.name).values())
+        return check_engine(base, adapters="lora" in ways)
 
-    here = [*on_each_base(run, check_model), *check_ports(run), *check_reached(run), *on_each_base(run, engine)]
-    here += [*check_accelerators(run, devices), *check_unused(run.folder, kind)]
+    here = [*on_each_base(run, model), *other_bases(run, trained), *check_ports(run), *check_reached(run)]
+    here += [*on_each_base(run, engine), *check_accelerators(run, devices), *check_unused(run.folder, kind)]
     here += [] if run.is_evaluation else check_sinks(run.config)  # only a run sends lines
     here += _lost_bases(run, resume=resume) + (lost_checkpoints(run.folder, run.policies) if resume else [])
     if run.is_relayed and not run.is_node:  # a node has been there already

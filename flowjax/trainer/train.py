@@ -28,7 +28,6 @@ from ml_collections import ConfigDict
 
 from flowjax.broker import connect_to_run
 from flowjax.config import ConfigError
-from flowjax.files import digest_of
 from flowjax.losses.policy import LossOptions
 from flowjax.losses.ratios import mismatch_metrics, mismatch_of_sequences
 from flowjax.models.cost import step_flops
@@ -40,7 +39,7 @@ from flowjax.models.sharding import ROW_AXES, Placement, make_mesh, on_mesh, pla
 from flowjax.monitor.metrics import MetricsWriter, lost_checkpoints
 from flowjax.monitor.transcripts import trained_path
 from flowjax.records import TokenRow
-from flowjax.run import Base, Policy, Run, read_run
+from flowjax.run import Policy, Run, read_run
 from flowjax.trainer.batch import MicroBatch, Planned, lay_out, pack, plan, row_buckets, swapped, unusable_rows
 from flowjax.trainer.log import (
     Comparison,
@@ -269,7 +268,7 @@ class Learner:
 
     recent: trained arrays by version, of the versions that a batch may have been sampled from. The newest is a copy,
         since the next update donates the buffers of `state`.
-    base_digest: see `_digest`.
+    base_digest: see `Base.weights_digest`; "" where all weights are trained.
     mismatches: see `sources.Mismatches`; those not yet reported to the source.
     reported: newest version that was reported to the source as committed.
     """
@@ -342,7 +341,7 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
     memory = OptimizerMemory(policy.trainer.offload_optimizer)
 
     # --------------------------------------------------------------------------------------------------------- restore
-    step, counters, base_digest = 0, UpdateCounters(), _digest(policy.base) if decoder.lora is not None else ""
+    step, counters, base_digest = 0, UpdateCounters(), policy.base.weights_digest() if decoder.lora is not None else ""
     newest = checkpoints.restore_newest(adapter=trained, optimizer=optimizer_state) if checkpoints is not None else None
     if newest is not None:
         step, saved = newest
@@ -384,13 +383,6 @@ def start(run: Run, policy: Policy, decoder: Decoder, checkpoints: Checkpoints |
                 logging.warning("%s; the sampler's log-probs of that version are not compared with", error)
     learner.recent[step] = _copied(trained)
     return learner
-
-
-def _digest(base: Base) -> str:
-    """Digest of a nano base's weights: another run may have made a different base under the same path. "" for other
-    models, which are large and not made by a run."""
-    files = sorted(Path(base.model.path).glob("*.safetensors")) if base.model.nano is not None else ()
-    return ",".join(map(digest_of, files))
 
 
 def make_objective(run: Run, policy: Policy, graph: Any, trained: Arrays) -> Objective:

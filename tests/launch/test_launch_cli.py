@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import resource
 import subprocess
@@ -19,7 +20,7 @@ from flowjax.launch.machine import free_port, hold
 from flowjax.launch.preflight import Findings, disk_bytes, examine
 from flowjax.monitor.metrics import MetricsWriter, write_status
 from flowjax.monitor.provenance import read_starts
-from flowjax.run import Run, resolve, write_models
+from flowjax.run import TAUGHT_FILE, Run, resolve, write_models
 
 
 def launch(*argv, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -256,6 +257,35 @@ def test_a_nano_base_is_not_made_anew_under_what_was_trained_on_it(config, tmp_p
         text for text in examine(resolve(config, run_dir), Devices(), resume=True).here if "trained on it" in text
     ]
     assert message.startswith("config.model.path is 'absent-model', which is not there")
+
+
+def test_another_nano_base_does_not_take_the_place_of_what_was_trained_on(config, tmp_path):
+    config.model.path, noted = str(tmp_path / "nano"), {"skipped": 0, "base": hashlib.sha256(b"of one run").hexdigest()}
+    (tmp_path / "nano").mkdir()
+    taught = {**json.loads(config.warm_start.to_json()), "steps": 7}  # with the weights another warm start
+    for name, text in {"config.json": "{}", "tokenizer.json": "{}", TAUGHT_FILE: json.dumps(taught)}.items():
+        (tmp_path / "nano" / name).write_text(text)
+    weights, run = tmp_path / "nano" / "model.safetensors", resolve(config, tmp_path / "run")
+    data = run.folder / "checkpoints" / "agent" / "3" / "data"
+    data.mkdir(parents=True)
+    (data / "metadata").write_text(json.dumps(noted))
+
+    def messages(*, resume: bool = True) -> list[str]:
+        return [text for text in examine(run, Devices(), resume=resume).here if str(tmp_path / "nano") in text]
+
+    weights.write_bytes(b"made anew by another, with its seed")
+    otherwise, other = messages()
+    assert other.startswith(
+        f"config.model.path is {config.model.path!r}, where another base lies than the one that agent"
+    )
+    assert otherwise.endswith("give the run's own value, or bring back the base that it was trained on")
+    weights.write_bytes(b"of one run")
+    assert messages() == [otherwise]
+    (anew,) = messages(resume=False)
+    assert "remove the folder to have it made anew" in anew
+    weights.write_bytes(b"made anew by another, with its seed")
+    (data / "metadata").write_text("{}")  # of a run of before, which did not note it
+    assert messages() == [otherwise]
 
 
 def test_a_run_is_resumed_from_within_its_folder(config, tmp_path, monkeypatch):
