@@ -73,7 +73,7 @@ from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, EvaluationStopped, play_missing
 from flowjax.rollout.sidecar import largest_code
-from flowjax.run import Run, played_in, policy_sections, read_endpoints, read_models, resolve, write_models
+from flowjax.run import Run, is_unbegun, played_in, policy_sections, read_endpoints, read_models, resolve, write_models
 from flowjax.weights.follow import WeightsError
 from flowjax.weights.hand_over import link_version
 from flowjax.weights.publish import CheckpointError, committed_steps, has_arrays, read_adapter
@@ -82,7 +82,6 @@ from flowjax.workflows.codec import CodecError
 _MUST_AGREE = ("model.path", "policy", "workflow", "env.name", "env.options")  # in the command and the checkpoint's run
 _WHAT = "give a run folder, or --config with one of --checkpoint, --model and --endpoint"
 _PLAYED = "evaluation.json"  # in the folder of an evaluation: the model or checkpoints that play
-_UNBEGUN = re.compile(r"launch\.lock|(evaluation|models)\.json|\.\w+\.json\..+")  # files of a `begin` that was cut off
 _NOT_SENT = {"eval.top_k": 0, "eval.min_p": 0.0, "rollout.stop": []}  # settings no endpoint gets -> value for "none"
 _SAY_EVERY_S = 30.0
 _HEALTHY_EVERY_S = 0.2
@@ -361,24 +360,17 @@ def _evaluation(
         played["data_changed_s"] = max(map(_changed_s, data))
     if out:
         folder = Path(out)
-        if not _is_free(folder) and not _same(folder, config, played):
+        if not is_unbegun(folder) and not _same(folder, config, played):
             raise ConfigError(f"--out={out} holds another evaluation, or something else: name a new folder")
     else:
         parent = run_dir or Path(config.runs)
         name = name if run_dir else f"{config.name or 'run'}-{name}"
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         folders = (parent / "evaluations" / each for each in names)
-        folder = next(each for each in folders if _is_free(each) or _same(each, config, played))
+        folder = next(each for each in folders if is_unbegun(each) or _same(each, config, played))
     kept = re.sub(r"[^\w@,.=-]+", "-", played["name"])
     models = read_models(run_dir) if run_dir else {}
     return Evaluation(kept, resolve(config, folder, models), checkpoints, played, run_dir, models)
-
-
-def _is_free(folder: Path) -> bool:
-    """True if a folder is missing or empty, or holds only files of a `begin` that was cut off."""
-    if not folder.is_dir():
-        return not folder.exists()
-    return all(_UNBEGUN.fullmatch(path.name) for path in folder.iterdir())
 
 
 def _same(folder: Path, config: ConfigDict, played: Mapping[str, Any]) -> bool:
@@ -615,7 +607,7 @@ def begin(evaluation: Evaluation) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_models(folder, evaluation.models)
     replace_file(folder / _PLAYED, json.dumps(dict(evaluation.played), indent=2) + "\n")
-    save_run(evaluation.run.config, folder)  # last: a folder without it is free (`_is_free`)
+    save_run(evaluation.run.config, folder)  # last: a folder without it is free (`is_unbegun`)
     for policy, checkpoint in evaluation.checkpoints.items():
         published = folder / "checkpoints" / policy / checkpoint.name
         if not published.exists():  # at the place where a run has its checkpoint and the follower looks

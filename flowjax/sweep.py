@@ -89,6 +89,11 @@ class SweepRun:
     changes: Sequence[str] = ()
 
     @property
+    def begun(self) -> bool:
+        """True if the run is there to be resumed: a launch that died before it saved its config has begun none."""
+        return (self.folder / "config.json").exists()
+
+    @property
     def result(self) -> Path:
         """File of the last held-out evaluation, which a finished run has."""
         policies = resolve(self.config).policies
@@ -281,7 +286,7 @@ def _flags(fields: Mapping[str, Any]) -> list[str]:
 
 def _examined(sweep: Sweep, *, dry_run: bool) -> dict[str, Findings]:
     """The launcher's findings on worlds, rewards and models: of one run of each variant that is still to begin."""
-    begun = {run.variant: run for run in reversed(sweep.runs) if not run.folder.exists()}
+    begun = {run.variant: run for run in reversed(sweep.runs) if not (run.begun or run.result.exists())}
     requests = {name: read_request([*run.argv, *["--dry_run"] * dry_run]) for name, run in begun.items()}
     return {name: examine(request.run, request.devices) for name, request in requests.items()}
 
@@ -300,9 +305,8 @@ async def _run_all(sweep: Sweep, console: Console) -> tuple[list[str], int]:
             until = asyncio.get_running_loop().time() + _FREE_S
             while check_unused(run.folder) and asyncio.get_running_loop().time() < until:
                 await asyncio.sleep(0.5)
-            resumed = (run.folder / "config.json").exists()
-            argv = [f"--resume={run.folder}", *run.changes] if resumed else list(run.argv)
-            say(f"{run.folder.name}: {'resumed' if resumed else 'begun'}")
+            argv = [f"--resume={run.folder}", *run.changes] if run.begun else list(run.argv)
+            say(f"{run.folder.name}: {'resumed' if run.begun else 'begun'}")
             supervisor = Supervisor(sweep.folder / "logs")
             supervisors.append(supervisor)
             supervisor.start(Role(run.folder.name, [sys.executable, "-m", "flowjax.launch", *argv], finite=True))
@@ -352,7 +356,7 @@ def main(argv: Sequence[str]) -> int:
         sweep, dry_run = read_sweep(Path(files[0])), "--dry_run" in argv
         if dry_run:
             for run in sweep.runs:
-                state = "finished" if run.result.exists() else "to resume" if run.folder.exists() else "to begin"
+                state = "finished" if run.result.exists() else "to resume" if run.begun else "to begin"
                 console.print(f"{run.folder}  {state}", markup=False, highlight=False, soft_wrap=True)
         examined = _examined(sweep, dry_run=dry_run)
         if problems := [f"variant {name}: {text}" for name, found in examined.items() for text in found.problems]:

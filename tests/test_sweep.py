@@ -14,6 +14,7 @@ import pytest
 
 from flowjax.compare import compare_variants, variants_figure, variants_table
 from flowjax.config import ConfigError, save_run
+from flowjax.launch.machine import hold
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.sweep import Sweep, main, read_sweep
 
@@ -274,6 +275,8 @@ def test_a_dry_run_says_what_would_run(capsys):
     save_run(sweep.runs[1].config, sweep.runs[1].folder)
     for run in sweep.runs[-2:]:
         save_run(run.config, run.folder)
+    with hold(sweep.runs[2].folder):
+        pass
     assert main(["sweep.py", "--dry_run"]) == 0
     *lines, lacking = capsys.readouterr().out.splitlines()
     assert lacking.startswith("variant slow: not ready on this machine: config.model.path is 'base', which does not")

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import itertools
 import math
-import os
 import signal
 import sys
 import time
@@ -65,7 +64,7 @@ from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.sinks import forwarding
 from flowjax.monitor.token import make_run_id, send_away
 from flowjax.monitor.trouble import explain
-from flowjax.run import Run, resolve, write_models
+from flowjax.run import Run, is_unbegun, resolve, write_models
 
 _ANSWERS_S = 10.0  # longest wait for an answer of the dataflow
 
@@ -152,13 +151,13 @@ def _fresh_folder(config: ConfigDict, values: flags.FlagValues) -> Path:
     if problems := [*FIELDS.fields["name"].problems("config.name", name)]:
         raise ConfigError(problems[0])
     if asked:
-        if os.access(runs / name, os.F_OK):
+        if not is_unbegun(runs / name):
             raise ConfigError(
                 f"{runs / name} exists already: go on with it by --resume={runs / name}, or give another --name"
             )
     else:
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        name = next(name for name in names if not os.access(runs / name, os.F_OK))
+        name = next(name for name in names if is_unbegun(runs / name))
     config.name = name
     return runs / name
 

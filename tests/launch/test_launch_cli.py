@@ -106,12 +106,24 @@ def test_mesh_that_does_not_divide_the_model_is_refused_in_the_plan(recipe, tmp_
 
 
 def test_a_name_that_was_asked_for_must_be_free_and_one_from_the_recipe_is_numbered(recipe, tmp_path):
-    (tmp_path / "runs" / "given").mkdir(parents=True)
+    (tmp_path / "runs" / "given" / "logs").mkdir(parents=True)
     done = launch(f"--config={recipe}:named", "--name=given", cwd=tmp_path)
     assert done.returncode == 2
     assert "runs/given exists already: go on with it by --resume=runs/given" in done.stderr
     done = launch(f"--config={recipe}:named", "--config.trainer.row_tokens=100", cwd=tmp_path)
     assert "starting runs/given-2" in done.stdout
+
+
+def test_a_launch_that_died_before_it_kept_anything_leaves_its_name_free(recipe, config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "given"
+    with hold(folder):
+        pass
+    (folder / ".config.json.cut").touch()
+    for name in ([], ["--name=given"]):
+        assert read_request([f"--config={recipe}:named", *name]).run.folder == Path("runs/given")
+    save_run(config, folder)
+    assert read_request([f"--config={recipe}:named"]).run.folder == Path("runs/given-2")
 
 
 @pytest.mark.parametrize("under_way", [False, True])
