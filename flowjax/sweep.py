@@ -52,7 +52,7 @@ from flowjax.fields import FOLDER_NAME, nearest, shown
 from flowjax.files import replace_file
 from flowjax.launch import command_line
 from flowjax.launch.__main__ import read_request
-from flowjax.launch.checks import check_config, check_unchanged, differences
+from flowjax.launch.checks import check_config, check_unchanged, differences, in_base
 from flowjax.launch.machine import RunInUse, check_unused, hold
 from flowjax.launch.preflight import Findings, examine
 from flowjax.launch.session import RunConsole
@@ -140,6 +140,7 @@ def read_sweep(path: Path) -> Sweep:
             problems.append(f"{path}: METRIC is {metric!r}, {has}: use one of {', '.join(sorted(known))}")
             break
     others = [*_sampled_otherwise(configs), *_of_other_tasks(configs)]
+    others += _made_otherwise(configs)
     others += _rewarded_otherwise(configs) if metric == "reward" else ()
     problems += [f"{path}: VARIANTS[{name!r}]: {text}" for name, text in others]
     if problems:
@@ -199,6 +200,26 @@ def _sampled_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str,
                 values = f"config.{field} is {shown(now)}, not {shown(was)} as in VARIANTS[{first!r}]"
                 remedy = "give them one value, or make another sweep of it"
                 yield name, f"{values}, and greedy or narrow sampling is no better method: {remedy}"
+
+
+def _made_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
+    """Variants of a sweep that would have a nano base made in another way than a variant before them, in one folder."""
+    made: dict[str, tuple[str, ConfigDict]] = {}  # path -> the first variant that has a base there, and how it is made
+    for name, config in configs.items():
+        for of, base in resolve(config).bases.items():
+            if base.model.nano is None:
+                continue
+            how = ConfigDict({"model": {"nano": base.model.nano}, "warm_start": base.warm_start})
+            first, before = made.setdefault(base.model.path, (name, how))
+            values = [
+                in_base(of, f"config.{field} is {shown(now)}, not {shown(was)} as in VARIANTS[{first!r}]")
+                for field, was, now in differences(before, how)
+                if first != name  # two bases of one variant are its own config's affair
+            ]
+            if values:
+                have = in_base(of, f"config.model.path is {base.model.path!r} in both")
+                remedy = "give them one value, or each a base model of its own by another model.path"
+                yield name, f"{'; '.join(values)}, but {have}, where one base model is made for all: {remedy}"
 
 
 def _rewarded_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:

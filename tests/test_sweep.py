@@ -255,6 +255,28 @@ def test_a_variant_of_other_tasks_is_refused_before_the_first_run(fields, said):
         sweep_of(text)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"warm_start.steps": 9},
+            r"config.warm_start.steps is 9, not 3 as in VARIANTS\['grpo'\], but config.model.path",
+        ),
+        ({"model.nano.layers": 1}, r"config.model.nano.layers is 1, not 2 as in VARIANTS\['grpo'\], but config.model"),
+        ({"warm_start.steps": 9, "model.path": "another"}, ""),
+    ],
+)
+def test_a_base_that_variants_would_make_differently_is_refused_before_the_first_run(fields, said):
+    nano = "config.model.nano, config.warm_start.steps = {'layers': 2}, 3"
+    Path("recipe.py").write_text(RECIPE.replace("return config", f"{nano}\n    return config"))
+    text = GOOD.replace('"trainer.steps": 3', f"**{fields!r}")
+    if not said:
+        sweep_of(text)
+        return
+    with pytest.raises(ConfigError, match=rf"^sweep.py: VARIANTS\['slow'\]: {said}"):
+        sweep_of(text)
+
+
 def test_a_single_seed_is_compared_with_the_same_seed_of_the_other():
     sweep = sweep_of(GOOD)
     shares = {"grpo-0": 0.1, "grpo-1": 0.9, "gigpo-1": 0.9}
