@@ -51,7 +51,7 @@ from flowjax.config import ConfigError, asks_help, load_run
 from flowjax.fields import FOLDER_NAME, nearest, shown
 from flowjax.files import replace_file
 from flowjax.launch import command_line
-from flowjax.launch.__main__ import read_request
+from flowjax.launch.__main__ import LaunchRequest, read_request
 from flowjax.launch.checks import check_config, check_unchanged, differences, in_base
 from flowjax.launch.machine import RunInUse, check_unused, hold
 from flowjax.launch.preflight import Findings, examine
@@ -92,6 +92,11 @@ class SweepRun:
     def begun(self) -> bool:
         """True if the run is there to be resumed: a launch that died before it saved its config has begun none."""
         return (self.folder / "config.json").exists()
+
+    @property
+    def arguments(self) -> Sequence[str]:
+        """Arguments with which the launcher begins or resumes the run."""
+        return [f"--resume={self.folder}", *self.changes] if self.begun else self.argv
 
     @property
     def result(self) -> Path:
@@ -306,18 +311,22 @@ def _flags(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _examined(sweep: Sweep, *, dry_run: bool) -> dict[str, Findings]:
-    """The launcher's findings on worlds, rewards and models: of one run of each variant that is still to begin."""
-    begun = {run.variant: run for run in reversed(sweep.runs) if not (run.begun or run.result.exists())}
-    requests = {name: read_request([*run.argv, *["--dry_run"] * dry_run]) for name, run in begun.items()}
-    return {name: examine(request.run, request.devices) for name, request in requests.items()}
+    """The launcher's findings on worlds, rewards and models, by what was examined: one run of each variant that is
+    still to begin, and every run to be resumed, which may have made more steps than are asked for by now."""
+    requests: dict[str, LaunchRequest] = {}
+    for run in (run for run in sweep.runs if not run.result.exists()):
+        request = read_request([*run.arguments, *["--dry_run"] * dry_run])
+        requests.setdefault(f"run {run.folder.name}" if run.begun else f"variant {run.variant}", request)
+    return {name: examine(of.run, of.devices, resume=of.resume) for name, of in requests.items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- running
 
 
-async def _run_all(sweep: Sweep, console: Console) -> tuple[list[str], int]:
-    """Begin or resume the runs that are not finished. Returns those that failed, and 128 + n after signal n, else 0."""
-    failed: list[str] = []
+async def _run_all(sweep: Sweep, console: Console) -> tuple[dict[str, int], int]:
+    """Begin or resume the runs that are not finished. Returns those that failed, with the launcher's exit status, and
+    128 + n after signal n, else 0."""
+    failed: dict[str, int] = {}
     slots, supervisors, interrupted = asyncio.Semaphore(sweep.at_once), [], []
 
     async def one(run: SweepRun) -> None:
@@ -326,7 +335,7 @@ async def _run_all(sweep: Sweep, console: Console) -> tuple[list[str], int]:
             until = asyncio.get_running_loop().time() + _FREE_S
             while check_unused(run.folder) and asyncio.get_running_loop().time() < until:
                 await asyncio.sleep(0.5)
-            argv = [f"--resume={run.folder}", *run.changes] if run.begun else list(run.argv)
+            argv = run.arguments
             say(f"{run.folder.name}: {'resumed' if run.begun else 'begun'}")
             supervisor = Supervisor(sweep.folder / "logs")
             supervisors.append(supervisor)
@@ -336,11 +345,11 @@ async def _run_all(sweep: Sweep, console: Console) -> tuple[list[str], int]:
                 if run.result.exists():
                     say(f"{run.folder.name}: finished")
                 else:
-                    failed.append(run.folder.name)
+                    failed[run.folder.name] = _OK
                     log = sweep.folder / "logs" / f"{run.folder.name}.log"
                     say(f"{run.folder.name}: ended without {run.result.name} in {run.result.parent}, see {log}")
             except RoleFailed as error:
-                failed.append(run.folder.name)
+                failed[run.folder.name] = error.status
                 say(f"{run.folder.name}: {error.reason}, see {error.log}")
             finally:
                 await supervisor.stop(grace_s=_STOP_S)
@@ -380,22 +389,27 @@ def main(argv: Sequence[str]) -> int:
                 state = "finished" if run.result.exists() else "to resume" if run.begun else "to begin"
                 console.print(f"{run.folder}  {state}", markup=False, highlight=False, soft_wrap=True)
         examined = _examined(sweep, dry_run=dry_run)
-        if problems := [f"variant {name}: {text}" for name, found in examined.items() for text in found.problems]:
+        if problems := [f"{name}: {text}" for name, found in examined.items() for text in found.problems]:
             raise ConfigError("\n".join(problems))
         if dry_run:
             for name, text in ((name, text) for name, found in examined.items() for text in found.here):
-                said = f"variant {name}: not ready on this machine: {text}"
+                said = f"{name}: not ready on this machine: {text}"
                 console.print(said, markup=False, highlight=False, soft_wrap=True)
             return _OK
         sweep.folder.mkdir(parents=True, exist_ok=True)
         with hold(sweep.folder, "sweep"):
+            before = sweep.evaluations()
             failed, interrupted = asyncio.run(_run_all(sweep, console))
             rows, said = compare_variants(sweep.evaluations(), sweep.metric)
             if unfinished := [run.folder.name for run in sweep.runs if not run.result.exists()]:
                 said.append(f"Not finished, and left out: {', '.join(unfinished)}.")
-            if rows:
+            table = sweep.folder / "sweep.md"
+            if _USER_MISTAKE in failed.values() and sweep.evaluations() == before and table.exists():
+                said.append(f"{table} stays as it was: a run was refused, and none has finished since.")
+                text = "\n".join(said)
+            elif rows:
                 text = variants_table(sweep.folder.name, sweep.metric, rows, said)
-                replace_file(sweep.folder / "sweep.md", text)
+                replace_file(table, text)
                 replace_file(sweep.folder / "sweep.svg", variants_figure(sweep.metric, rows))
             else:
                 text = "\n".join(said)

@@ -14,8 +14,11 @@ import pytest
 
 from flowjax.compare import compare_variants, variants_figure, variants_table
 from flowjax.config import ConfigError, save_run
+from flowjax.launch.devices import Devices
 from flowjax.launch.machine import hold
+from flowjax.launch.preflight import Findings
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
+from flowjax.run import Run
 from flowjax.sweep import Sweep, main, read_sweep
 
 ROOT = Path(__file__).parent.parent
@@ -300,8 +303,9 @@ def test_a_dry_run_says_what_would_run(capsys):
     with hold(sweep.runs[2].folder):
         pass
     assert main(["sweep.py", "--dry_run"]) == 0
-    *lines, lacking = capsys.readouterr().out.splitlines()
-    assert lacking.startswith("variant slow: not ready on this machine: config.model.path is 'base', which does not")
+    lines = capsys.readouterr().out.splitlines()
+    for line, name in zip(lines[6:], ("run grpo-1", "variant slow", "run gigpo-0", "run gigpo-1"), strict=True):
+        assert line.startswith(f"{name}: not ready on this machine: config.model.path is 'base', which does not")
     assert [line.split()[1:] for line in lines[:3]] == [["finished"], ["to", "resume"], ["to", "begin"]]
     assert not Path("runs/sweep/sweep.md").exists()
     sweep_of(GOOD.replace('"trainer.steps": 3', '"env.options.rows": 3'))
@@ -332,6 +336,8 @@ else:
 how = json.loads(Path("how.json").read_text()).get(folder.name, "")
 if how == "fails":
     sys.exit(3)
+if how == "refused":
+    sys.exit(2)
 if how == "evaluates nothing":
     sys.exit(0)
 if how == "sleeps":
@@ -392,6 +398,41 @@ def test_runs_go_on_with_the_steps_that_the_file_has_by_then(launcher, capsys):
     assert main(["sweep.py"]) == 0, capsys.readouterr().out
     assert called(launcher)[6:] == [[f"--resume=runs/sweep/slow-{seed}", "--config.trainer.steps=9"] for seed in (0, 1)]
     assert "Not finished" not in Path("runs/sweep/sweep.md").read_text()
+
+
+def test_runs_to_be_resumed_are_examined_with_what_the_file_has_by_now(monkeypatch, capsys):
+    asked = []
+
+    def examine(run: Run, devices: Devices, *, resume: bool = False) -> Findings:
+        asked.append((run.folder.name, run.config.trainer.steps, resume))
+        return Findings(["the run is at step 3"] if resume and run.config.trainer.steps < 3 else [])
+
+    monkeypatch.setattr("flowjax.sweep.examine", examine)
+    sweep = sweep_of(GOOD)
+    finish(sweep.runs[1], 0.5)
+    for run in (sweep.runs[0], *sweep.runs[2:4]):
+        save_run(run.config, run.folder)
+    sweep_of(GOOD.replace('"trainer.steps": 3', '"trainer.steps": 2'))
+    for dry_run in (["--dry_run"], []):
+        assert main(["sweep.py", *dry_run]) == 2
+        said = "sweep: run slow-0: the run is at step 3\nrun slow-1: the run is at step 3\n"
+        assert capsys.readouterr().err == said and not Path("runs/sweep/launch.lock").exists()
+    assert asked[:4] == [("grpo-0", 4, True), ("slow-0", 2, True), ("slow-1", 2, True), ("gigpo-0", 4, False)]
+
+
+def test_a_table_stays_where_a_run_is_refused_and_none_has_finished_since(launcher, capsys):
+    sweep_of(GOOD)
+    assert main(["sweep.py"]) == 0
+    table = Path("runs/sweep/sweep.md")
+    kept = table.read_text(), table.with_suffix(".svg").read_text()
+    sweep_of(GOOD.replace('"trainer.steps": 3', '"trainer.steps": 9'))
+    (launcher / "how.json").write_text(json.dumps({"slow-0": "refused", "slow-1": "refused"}))
+    assert main(["sweep.py"]) == 1
+    assert (table.read_text(), table.with_suffix(".svg").read_text()) == kept
+    assert "runs/sweep/sweep.md stays as it was: a run was refused" in capsys.readouterr().out
+    (launcher / "how.json").write_text(json.dumps({"slow-0": "refused"}))
+    assert main(["sweep.py"]) == 1
+    assert "Not finished, and left out: slow-0." in table.read_text()
 
 
 def test_a_run_that_ends_without_its_evaluation_has_failed(launcher, capsys):
