@@ -7,7 +7,9 @@ bound, a generous one where none is declared (`flowjax.fields`). Rules between s
 `flowjax/launch/checks.py`.
 """
 
+import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -497,6 +499,7 @@ def taught_options(config: ConfigDict, warm_start: ConfigDict, *, noisy: bool = 
     return {**options, **warm_start.noisy_env_options.to_dict()} if noisy else options
 
 
+_UNBEGUN = re.compile(r"launch\.lock|(evaluation|models)\.json|\.\w+\.json\..+")  # files of a start that was cut off
 _LEFT = ("trainer.tensorboard",)  # former fields, ignored in configs of older runs: they never changed the training
 
 
@@ -504,6 +507,15 @@ def save_run(config: ConfigDict, run_dir: Path) -> None:
     """Write the resolved config to `<run_dir>/config.json`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     replace_file(run_dir / "config.json", config.to_json(indent=2))
+
+
+def is_unbegun(folder: Path) -> bool:
+    """True if a folder is missing or empty, or holds only files of a run's or evaluation's start that was cut off."""
+    if not os.access(folder, os.F_OK):  # not `Path.exists`, which raises where a parent may not be searched
+        return True
+    with contextlib.suppress(OSError):  # a file, or a folder of another user
+        return all(_UNBEGUN.fullmatch(path.name) for path in folder.iterdir())
+    return False
 
 
 def load_run(run_dir: Path) -> ConfigDict:

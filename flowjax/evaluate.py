@@ -46,7 +46,7 @@ from rich.text import Text
 
 from flowjax.canvas.backends import Backend, BackendError, Completion, Prices, Request
 from flowjax.canvas.backends.config import BackendConfigError, open_backends
-from flowjax.config import BASE_NAME, ConfigError, asks_help, load_run, save_run, task_options
+from flowjax.config import BASE_NAME, ConfigError, asks_help, is_unbegun, load_run, save_run, task_options
 from flowjax.dataflow.evaluations import keep_evaluation
 from flowjax.dataflow.tasks import episode_seed, held_out_tasks, task_at
 from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, WorldError, find_world, naming_options_of
@@ -73,7 +73,7 @@ from flowjax.rollout.client import EngineError
 from flowjax.rollout.engines import bases_of_run
 from flowjax.rollout.episode import EpisodeFile, EpisodePlayer, EvaluationStopped, play_missing
 from flowjax.rollout.sidecar import largest_code
-from flowjax.run import Run, is_unbegun, played_in, policy_sections, read_endpoints, read_models, resolve, write_models
+from flowjax.run import Run, played_in, policy_sections, read_endpoints, read_models, resolve, write_models
 from flowjax.weights.follow import WeightsError
 from flowjax.weights.hand_over import link_version
 from flowjax.weights.publish import CheckpointError, committed_steps, has_arrays, read_adapter

@@ -4,10 +4,7 @@ A role or a command makes a `Run` when it starts and hands each room the part th
 `config.bases` hold only differences; here every policy and base has its sections whole.
 """
 
-import contextlib
 import json
-import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +25,6 @@ ONLY_AGENT = "agent"  # of a workflow that has one
 TAUGHT_FILE = "warm_start.json"  # in the folder of a base model that was made here: its section of that name
 _ENDPOINTS_FILE = "endpoints.json"
 _MODELS_FILE = "models.json"
-_UNBEGUN = re.compile(r"launch\.lock|(evaluation|models)\.json|\.\w+\.json\..+")  # files of a start that was cut off
 
 
 @dataclass(frozen=True)
@@ -411,15 +407,6 @@ def write_models(folder: Path, models: Mapping[str, Mapping[str, str]]) -> None:
     """Note the models and revisions that a run was started with; nothing if all are folders."""
     if models:
         replace_file(folder / _MODELS_FILE, json.dumps(dict(models), indent=2) + "\n")
-
-
-def is_unbegun(folder: Path) -> bool:
-    """True if a folder is missing or empty, or holds only files of a run's or evaluation's start that was cut off."""
-    if not os.access(folder, os.F_OK):  # not `Path.exists`, which raises where a parent may not be searched
-        return True
-    with contextlib.suppress(OSError):  # a file, or a folder of another user
-        return all(_UNBEGUN.fullmatch(path.name) for path in folder.iterdir())
-    return False
 
 
 def read_endpoints(folder: Path) -> dict[str, str]:

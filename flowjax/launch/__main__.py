@@ -29,7 +29,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from flowjax.config import FIELDS, ConfigError, asks_help, load_run, save_run
+from flowjax.config import FIELDS, ConfigError, asks_help, is_unbegun, load_run, save_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import check_unchanged
 from flowjax.launch.devices import (
@@ -64,7 +64,7 @@ from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.sinks import forwarding
 from flowjax.monitor.token import make_run_id, send_away
 from flowjax.monitor.trouble import explain
-from flowjax.run import Run, is_unbegun, resolve, write_models
+from flowjax.run import Run, resolve, write_models
 
 _ANSWERS_S = 10.0  # longest wait for an answer of the dataflow
 
