@@ -396,8 +396,12 @@ def main(argv: Sequence[str]) -> int:
                 said = f"{name}: not ready on this machine: {text}"
                 console.print(said, markup=False, highlight=False, soft_wrap=True)
             return _OK
-        sweep.folder.mkdir(parents=True, exist_ok=True)
-        with hold(sweep.folder, "sweep"):
+        with contextlib.ExitStack() as until_compared:
+            try:
+                until_compared.enter_context(hold(sweep.folder, "sweep"))
+            except OSError as error:
+                remedy = "see that this user may write there, or give another RUNS"
+                raise ConfigError(f"sweep folder {sweep.folder}: {error.strerror}: {remedy}") from error
             before = sweep.evaluations()
             failed, interrupted = asyncio.run(_run_all(sweep, console))
             rows, said = compare_variants(sweep.evaluations(), sweep.metric)

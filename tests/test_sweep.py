@@ -416,6 +416,14 @@ def test_runs_to_be_resumed_are_examined_with_what_the_file_has_by_now(monkeypat
     assert asked[:4] == [("grpo-0", 4, True), ("slow-0", 2, True), ("slow-1", 2, True), ("gigpo-0", 4, False)]
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(launcher, capsys):
+    Path("taken").touch()
+    sweep_of(GOOD.replace("helper", "RUNS = 'taken'\nhelper"))
+    assert main(["sweep.py"]) == 2 and not called(launcher)
+    said = "sweep folder taken/sweep: Not a directory: see that this user may write there, or give another RUNS"
+    assert said in capsys.readouterr().err
+
+
 def test_a_table_stays_where_a_run_is_refused_and_none_has_finished_since(launcher, capsys):
     sweep_of(GOOD)
     assert main(["sweep.py"]) == 0
