@@ -25,7 +25,6 @@ Exit status: 0 done, 1 a run has failed (its log is named), 2 something to corre
 
 import asyncio
 import contextlib
-import importlib.util
 import signal
 import sys
 import traceback
@@ -155,12 +154,10 @@ def read_sweep(path: Path) -> Sweep:
 
 def _values(path: Path) -> dict[str, Any]:
     """Values of the file, with defaults for those that it leaves out."""
-    spec = importlib.util.spec_from_file_location(f"flowjax_sweep_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if not path.is_file() or path.suffix != ".py":
         raise ConfigError(f"there is no sweep file {path}: give a Python file with RECIPE, SEEDS and VARIANTS")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = command_line.run_file(path, f"flowjax_sweep_{path.stem}")
     except (Exception, SystemExit) as error:
         frames = [
             frame

@@ -1,6 +1,7 @@
 """A sweep: what its file may say, which runs are examined and how, and what is compared in the end."""
 
 import contextlib
+import os
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -49,6 +50,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def sweep_of(text: str) -> Sweep:
     Path("sweep.py").write_text(text)
     return read_sweep(Path("sweep.py"))
+
+
+def test_a_file_is_read_as_it_is_also_where_its_compiled_copy_looks_like_it(monkeypatch):
+    """Of the same size and time: written within a second of the other."""
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    for steps, text in ((3, GOOD), (2, GOOD.replace('"trainer.steps": 3', '"trainer.steps": 2'))):
+        Path("sweep.py").write_text(text)
+        Path("recipe.py").write_text(RECIPE.replace("steps = 4", f"steps = {steps + 2}"))
+        for name in ("sweep.py", "recipe.py"):
+            os.utime(name, (1e9, 1e9))
+        runs = read_sweep(Path("sweep.py")).runs
+        assert [run.config.trainer.steps for run in runs[::2]] == [steps + 2, steps, steps + 2]
 
 
 def test_variants_times_seeds_are_runs_with_configs_of_their_own():

@@ -8,12 +8,12 @@ Python literal, or else kept as text, even if the recipe does not mention it: la
 import ast
 import difflib
 import functools
-import importlib.util
 import operator
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from absl import flags
@@ -83,6 +83,16 @@ def parse(
     return config.lock(), values
 
 
+def run_file(path: Path, name: str) -> ModuleType:
+    """A module of that name, run from the file as it is. Python's import would run the compiled copy, if that was made
+    of a file of the same size and time in whole seconds: of two recipes written in turn, the first one twice."""
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module  # where dataclasses look up annotations that are text
+    exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    return module
+
+
 def load_recipe(source: str) -> ConfigDict:
     """The config of `path.py`, `path.py:arg` or `path.py:arg,estimator`.
 
@@ -97,13 +107,10 @@ def load_recipe(source: str) -> ConfigDict:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
         remedy = f"did you mean {path.parent / near[0]}?" if near else "give the path of a recipe, as in configs/"
         raise ConfigError(f"--config: there is no file {path}: {remedy}")
-    spec = importlib.util.spec_from_file_location(f"flowjax_recipe_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise ConfigError(f"--config: {path} is no Python file: give a recipe, as in configs/")
     try:
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where dataclasses look up annotations that are text
-        spec.loader.exec_module(module)
+        module = run_file(path, f"flowjax_recipe_{path.stem}")
         variant, comma, estimator = (arg, "", "") if arg in getattr(module, "VARIANTS", ()) else arg.partition(",")
         if comma:
             _check_estimator(estimator)
