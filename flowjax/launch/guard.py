@@ -106,7 +106,7 @@ def main() -> int:
     supervisor, argv = int(sys.argv[1]), sys.argv[2:]
     os.set_inheritable(supervisor, False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # Signals write into a pipe that `select` reads: a signal that comes just before `select` would else go unnoticed
+    # Signals write into a pipe that `poll` reads: a signal that comes just before `poll` would else go unnoticed
     # until the next one (the self-pipe trick).
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -116,6 +116,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     role = _start(argv)
+    awaited = select.poll()  # not `select`, which takes no descriptor over 1,023: a supervisor may hold that many
+    awaited.register(supervisor, select.POLLIN)
+    awaited.register(woken, select.POLLIN)
     while True:
         for pid, status in _reaped():
             if pid == role:
@@ -123,10 +126,10 @@ def main() -> int:
                 return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
         while terminate:
             os.kill(role, terminate.pop())
-        readable, _, _ = select.select([supervisor, woken], [], [])
-        if woken in readable:
+        ready = {descriptor for descriptor, _ in awaited.poll()}
+        if woken in ready:
             os.read(woken, 4096)
-        if supervisor in readable:
+        if supervisor in ready:
             _kill_everything()
             return 128 + signal.SIGKILL
 

@@ -572,6 +572,28 @@ def test_a_supervisor_with_too_many_files_open_waits_and_leaves_its_roles_alone(
     assert "Too many open files: raise the limit of open files (ulimit -n)" in paused
 
 
+def test_a_supervisor_with_many_files_open_starts_and_kills_its_roles(tmp_path):
+    async def main():
+        supervisor = Supervisor(tmp_path / "logs")
+        supervisor.start(role(tmp_path, "worker", WORKER, finite=True))
+        await supervisor.until(supervisor.ended("worker"))
+        supervisor.start(role(tmp_path, "engine", FAMILY + FOREVER))
+        pids = await wait_until(lambda: pids_in(tmp_path, 3))
+        supervisor.kill()
+        await wait_until(lambda: not any(alive(pid) for pid in pids))
+        await supervisor.stop(grace_s=10)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), max(hard, 4096)))
+    held = [os.dup(0) for _ in range(1024)]  # no descriptor below 1,024 is left
+    try:
+        asyncio.run(main())
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_whatever_goes_wrong_in_a_keeper_ends_the_run_with_a_line(tmp_path):
     async def broken():
         raise ValueError("a fault of the launcher's own")
