@@ -1,6 +1,7 @@
 """Whatever is sent to a dataflow: it answers with 4xx and a reason and is as before, or it was a fair message."""
 
 import asyncio
+import contextlib
 import json
 import os
 import sqlite3
@@ -56,7 +57,7 @@ class Dataflow:
 
     def everything(self) -> tuple[Any, ...]:
         """Every row of every table, and what the flow itself remembers."""
-        with sqlite3.connect(self._path) as db:
+        with contextlib.closing(sqlite3.connect(self._path)) as db:
             names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
             rows = {name: sorted(map(repr, db.execute(f"SELECT * FROM {name}"))) for name in names}
         versions = {name: (own.serving, own.committed) for name, own in self.flow.policies.items()}
@@ -108,8 +109,9 @@ class Dataflow:
 def run(folder: Path, scenario: Callable[[Dataflow], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
         dataflow = Dataflow(folder, **options)
-        async with dataflow.server:
-            await scenario(dataflow)
+        with contextlib.closing(dataflow.flow):
+            async with dataflow.server:
+                await scenario(dataflow)
 
     asyncio.run(main())
 
