@@ -342,8 +342,8 @@ def _threads(pid: int) -> tuple[dict[int, _Times], list[int]]:
 
 def _resident_bytes(pid: int) -> int:
     """Resident memory of a process without mapped files."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()  # its name, which it chooses, may be no text
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
 
 
 # ------------------------------------------------------------------------------------------------------- control groups

@@ -33,9 +33,10 @@ def _descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
-            # A process chooses its own name, which may hold spaces and parentheses: fields begin behind the last ")".
-            after_name = entry.read_text().rpartition(")")[2].split()
-            if after_name[0] != "Z":  # a zombie has ended: it cannot be signalled, only reaped
+            # A process chooses its own name, which may hold spaces, parentheses and half a letter: the other fields
+            # begin behind the last ")".
+            after_name = entry.read_bytes().rpartition(b")")[2].split()
+            if after_name[0] != b"Z":  # a zombie has ended: it cannot be signalled, only reaped
                 children.setdefault(int(after_name[1]), []).append(int(entry.parent.name))
     found, seeds = [], [os.getpid()]
     while seeds:

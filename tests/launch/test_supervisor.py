@@ -24,7 +24,7 @@ def role(tmp_path: Path, name: str, body: str, **options) -> Role:
 
 def alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
     except OSError:
         return False
 
@@ -58,10 +58,12 @@ def pids_in(folder: Path, count: int) -> list[int]:
     return [int(f.read_text()) for f in files] if len(files) == count and all(f.read_text() for f in files) else []
 
 
-# A role with a child that ignores SIGTERM, and a grandchild that leaves its session, as daemons do.
+# A role with a child that ignores SIGTERM, and a grandchild that leaves its session, as daemons do. Of their names the
+# kernel keeps 15 bytes, the last of which is half a letter.
 FAMILY = """
 here = Path(os.environ["HERE"])
-sleeper = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n" \\
+sleeper = "import ctypes, os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n" \\
+          "ctypes.CDLL(None).prctl(15, 'évaluateur-moèle'.encode(), 0, 0, 0)\\n" \\
           "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", sleeper, str(here / "child.pid")])
 subprocess.Popen([sys.executable, "-c", sleeper, str(here / "daemon.pid")], start_new_session=True)
