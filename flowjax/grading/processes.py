@@ -80,12 +80,13 @@ class GraderProcesses:
 
         Raises:
             GraderError: it raised, died or took too long; in the last two cases the worker is replaced.
-            NoProcessorError: no answer came in time on the clock, within its processor time; the worker is replaced.
+            NoProcessorError: the machine could not start a worker, or no answer came in time on the clock, within its
+                processor time, and the worker is replaced. Neither says anything of the arguments.
         """
         worker, limit_s = self._free.get(), self._start_timeout_s
         try:
             if worker is None:
-                worker = _GraderProcess(self._function, self._cpu_s)
+                worker = self._started()
                 worker.answer(limit_s)
             worker.send(arguments)
             limit_s = PATIENCE * self._cpu_s
@@ -111,6 +112,12 @@ class GraderProcesses:
             self.counts.errors += 1
             raise GraderError(f"{self._function} raised {error}")
         return value
+
+    def _started(self) -> "_GraderProcess":
+        try:
+            return _GraderProcess(self._function, self._cpu_s)
+        except OSError as error:  # too many processes or open files
+            raise NoProcessorError(f"{self._function}: its process could not be started: {error}") from error
 
 
 def _killed(worker: "_GraderProcess | None") -> None:

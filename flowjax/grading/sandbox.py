@@ -208,7 +208,8 @@ class Box:
         self._drained_s = float("inf")  # when to stop reading the output of a program that has ended
         try:
             self._process = self._start(program, packages)
-        except OSError:
+        except OSError:  # of too many open files, perhaps: those of this one are not kept until they are collected
+            self._selector.close()
             self._remove()
             raise
         self._tree = ProcessTree(self._process.pid, complete=3 if isolation.name == BUBBLEWRAP else 1)

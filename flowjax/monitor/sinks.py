@@ -138,7 +138,7 @@ def _login_problem() -> str:
         Path(given.get("WANDB_CONFIG_DIR") or "~/.config/wandb"),
         Path(".wandb" if Path(".wandb").exists() else "wandb"),
     )
-    with contextlib.suppress(configparser.Error, UnicodeDecodeError):
+    with contextlib.suppress(configparser.Error, UnicodeDecodeError, RuntimeError):  # the last: a user without a home
         settings.read([folder.expanduser() / "settings" for folder in folders])  # `wandb offline` writes the second
     kept = settings.defaults()
     if (given.get("WANDB_MODE") or kept.get("mode")) in ("offline", "dryrun", "disabled"):
@@ -147,7 +147,7 @@ def _login_problem() -> str:
         return ""
     host = urlsplit(given.get("WANDB_BASE_URL") or kept.get("base_url") or "https://api.wandb.ai").netloc
     for file in [given["NETRC"]] if given.get("NETRC") else ["~/.netrc", "~/_netrc"]:
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
+        with contextlib.suppress(OSError, netrc.NetrcParseError, RuntimeError):
             if netrc.netrc(Path(file).expanduser()).authenticators(host):
                 return ""
     return f"nobody is logged in to {host} here: run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline"

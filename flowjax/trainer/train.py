@@ -156,8 +156,15 @@ def use_compile_cache(folder: str) -> None:
     """
     if not folder:
         return
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flowjax" / "xla"
-    jax.config.update("jax_compilation_cache_dir", str(cache if folder == "auto" else Path(folder).absolute()))
+    cache = Path(folder).absolute()
+    if folder == "auto":
+        try:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flowjax" / "xla"
+        except RuntimeError:  # HOME is not set, and the user has no entry in /etc/passwd, as in some containers
+            said = "config.trainer.compile_cache is 'auto', but this user has no home folder: compiled programs are not"
+            logging.warning("%s kept; set it, or XDG_CACHE_HOME, to a folder", said)
+            return
+    jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING_S)
 
 

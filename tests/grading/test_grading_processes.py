@@ -52,6 +52,17 @@ def test_a_process_with_a_thousand_files_open_has_graders_too():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_a_process_that_cannot_be_started_is_not_the_fault_of_an_answer(graders: GraderProcesses):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(NoProcessorError, match=r"could not be started: .*Too many open files"):
+            graders.call("fine")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert graders.call("fine").startswith("fine by ")
+
+
 def test_arguments_that_cannot_be_sent_leave_the_pool_usable(graders: GraderProcesses):
     for _ in range(3):
         with pytest.raises(TypeError):

@@ -1,6 +1,7 @@
 """The sandbox: what programs are given, where they end, and about a hundred that mean harm."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -337,6 +338,34 @@ def test_each_run_has_a_folder_of_its_own():
     source = "import os; print(os.listdir('.')); open('left', 'w')"
     outputs = {run(source, allow_none=WITHOUT).stdout for _ in range(2)}
     assert len(outputs) == 1 and b"left" not in outputs.pop()
+
+
+@needs_bubblewrap
+def test_a_name_that_is_no_text_hides_no_use_of_memory_or_processors():
+    name = "import os, time\nopen('/proc/self/comm', 'wb').write(b'\\xff')\n"
+    many = (
+        "os.fork()\nos.fork()\nx = b'x' * (90 << 20)\ntime.sleep(60)"  # each is within the limit, together they are not
+    )
+    limits = replace(TIGHT, idle_s=30.0)
+    assert run(name + many, limits=limits).status == run("import os, time\n" + many, limits=limits).status == "killed"
+    spun = run(name + "while True: pass", limits=limits)
+    assert spun.status == "timeout" and spun.cpu_s >= limits.cpu_s
+
+
+def test_a_program_that_could_not_be_started_keeps_no_file_open():
+    at_all, before = isolation(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.dup(0) for _ in range(20)]  # no lower number is free
+    top = os.dup(0)
+    kept = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (top + 2, before[1]))  # one more: the selector's
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            sandbox.Box(RIGHT, PATIENT, at_all)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert len(list(Path("/proc/self/fd").iterdir())) == kept
+    for file in (*held, top):
+        os.close(file)
 
 
 def test_without_isolation_programs_are_refused_unless_told(monkeypatch: pytest.MonkeyPatch):

@@ -328,6 +328,12 @@ def test_wandb_is_taken_where_it_needs_not_ask(logged_out, monkeypatch, variable
     assert check_sinks(config_of("wandb")) == []
 
 
+def test_a_user_without_a_home_is_not_logged_in(logged_out, monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # a container's user, who has no entry
+    assert "nobody is logged in to api.wandb.ai" in check_sinks(config_of("wandb"))[0]
+
+
 @pytest.mark.parametrize("text", ["machine other login user password c0ffee", "no netrc"])
 def test_a_login_elsewhere_is_none(logged_out, text):
     (logged_out / ".netrc").write_text(text)
