@@ -327,7 +327,7 @@ def test_compiled_programs_are_kept_where_the_config_says(tmp_path, monkeypatch)
         monkeypatch.delenv("HOME")
         monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # a container's user, who has no entry
         use_compile_cache("auto")
-        assert folder_in_use() == place, "none is set, and the trainer goes on"
+        assert folder_in_use() == kept["auto"], "none is set, and the trainer goes on"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 
