@@ -395,11 +395,10 @@ def _states(written: Iterable[StateRow]) -> dict[str, dict[str, Any]]:
     """States by algorithm, put together from their rows in the ledger."""
     states: dict[str, dict[str, Any]] = {}
     tables: dict[tuple[str, str], dict[Any, Any]] = {}
-    for name, attribute, key, value in written:
-        if attribute:
-            tables.setdefault((name, attribute), {})[unpack(key)] = unpack(value or b"")
-        else:
-            states[name] = copy.deepcopy(unpack(value or b""))  # arrays are read-only as they are read
+    for name, attribute, key, packed in written:
+        value = copy.deepcopy(unpack(packed or b""))  # arrays are read-only as they are read
+        rows, place = (tables.setdefault((name, attribute), {}), unpack(key)) if attribute else (states, name)
+        rows[place] = value
     for (name, attribute), rows in tables.items():
         states[name][attribute] = Table(rows)
     return states

@@ -87,7 +87,7 @@ def run_file(path: Path, name: str) -> ModuleType:
     """A module of that name, run from the file as it is. Python's import would run the compiled copy, if that was made
     of a file of the same size and time in whole seconds: of two recipes written in turn, the first one twice."""
     module = ModuleType(name)
-    module.__file__ = str(path)
+    module.__file__ = str(path.absolute())
     sys.modules[name] = module  # where dataclasses look up annotations that are text
     exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
     return module

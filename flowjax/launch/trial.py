@@ -108,8 +108,9 @@ def _unlike(config: ConfigDict, splits: Collection[Split]) -> str:
         for split in splits:
             tasks, until_s = world.tasks(split, config.env.data_seed), time.monotonic() + _READING_S
             by_id = dict[str, str]()  # of this split alone: nothing looks a task up by its id in both
-            # Beyond `in_training` no task is trained on.
-            most = min(in_training, _MOST_TRAINED) if split == "train" else _MOST_TASKS
+            # Tasks beyond these are neither trained on nor played.
+            trains = split == "train"
+            most = min(in_training, _MOST_TRAINED) if trains else min(config.eval.tasks, _MOST_TASKS)
             for index in range(min(len(tasks), most)):
                 if time.monotonic() > until_s:
                     break

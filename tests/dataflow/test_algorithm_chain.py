@@ -257,6 +257,27 @@ def test_an_array_may_be_changed_after_it_is_restored():
     assert chain.keep(RESULT) and restored.sums["rewards"].tolist() == [8, 0]
 
 
+def test_an_array_in_a_table_can_be_changed_after_a_restart():
+    class Counts(Algorithm):
+        def __init__(self):
+            self.counts = Table()
+
+        def keep(self, result):
+            row = self.counts.get(result.task.task_id, np.zeros(2))
+            row += 1
+            self.counts[result.task.task_id] = row
+            return True
+
+        def state(self):
+            return {"counts": self.counts}
+
+    restored, chain = Counts(), Chain({"mine": Counts()})
+    assert chain.keep(RESULT)
+    with chain.state_changes() as changes:
+        chain = Chain({"mine": restored}, changes)
+    assert chain.keep(RESULT) and restored.counts["t"].tolist() == [2, 2]
+
+
 class Remembers(Algorithm):
     """Knows every task that it was asked about."""
 

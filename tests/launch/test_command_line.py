@@ -155,6 +155,13 @@ def test_recipe_that_fails_is_told_with_its_line(recipe, tmp_path):
     assert f"--config: {text} is no Python file: give a recipe" in refuse([f"--config={text}"])
 
 
+def test_a_recipe_knows_its_folder_however_it_is_named(tmp_path, monkeypatch):
+    body = "config = default_config(); config.model.path = str(Path(__file__).parent / 'model'); return config"
+    (tmp_path / "own.py").write_text(f"from pathlib import Path\n{IMPORTS}\ndef get_config():\n    {body}\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("own.py").model.path == str(tmp_path / "model")
+
+
 def test_a_config_of_ones_own_making_lacks_fields(tmp_path):
     recipe = tmp_path / "own.py"
     recipe.write_text("from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'seed': 1})\n")

@@ -141,6 +141,10 @@ class Late(Counter):
         tasks = super().tasks("train", data_seed)
         return tasks if split == "train" else tasks[900:]
 
+class LaterSame(Changed):
+    """From the ninth task on what is held out is trained on, too."""
+    def other(self, split, index): return {"payload": {"number": 2 * index + (split == "held_out" and index < 8)}}
+
 class Nameless(Changed):
     def other(self, split, index): return {"task_id": f"task-{index}", "payload": {}}
 '''
@@ -272,6 +276,17 @@ def test_a_task_is_held_out_by_its_payload(world: str, message: str, monkeypatch
     config.env.name = f"own_tasks:{world}"
     faults = list(check_tasks(config))
     assert len(faults) == bool(message) and all(message in text for text in faults)
+
+
+def test_held_out_tasks_that_are_not_played_need_not_be_held_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flowjax.launch.trial._READING_S", 3600.0)
+    config = default_config()
+    config.env.name = "own_tasks:LaterSame"
+    config.eval.tasks = 8
+    assert list(check_tasks(config)) == []
+    config.eval.tasks = 9
+    [fault] = check_tasks(config)
+    assert "tasks('held_out', ...)[8] is 'held_out-17', with the payload of the training task 'train-16'" in fault
 
 
 def test_a_view_need_not_equal_itself():
