@@ -67,7 +67,7 @@ class IsolationError(ValueError):
 
 
 class NoProcessorError(RuntimeError):
-    """The machine was too busy to give a program the processor time that is due to it: nothing is known about it."""
+    """The machine was too busy to start a program, or to give it its time on a processor: nothing is known about it."""
 
 
 @dataclass(frozen=True, slots=True)

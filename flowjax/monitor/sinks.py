@@ -138,8 +138,9 @@ def _login_problem() -> str:
         Path(given.get("WANDB_CONFIG_DIR") or "~/.config/wandb"),
         Path(".wandb" if Path(".wandb").exists() else "wandb"),
     )
-    with contextlib.suppress(configparser.Error, UnicodeDecodeError, RuntimeError):  # the last: a user without a home
-        settings.read([folder.expanduser() / "settings" for folder in folders])  # `wandb offline` writes the second
+    for folder in folders:  # `wandb offline` writes the second
+        with contextlib.suppress(configparser.Error, UnicodeDecodeError, RuntimeError):  # the last: there is no home
+            settings.read(folder.expanduser() / "settings")
     kept = settings.defaults()
     if (given.get("WANDB_MODE") or kept.get("mode")) in ("offline", "dryrun", "disabled"):
         return ""

@@ -343,9 +343,8 @@ def test_each_run_has_a_folder_of_its_own():
 @needs_bubblewrap
 def test_a_name_that_is_no_text_hides_no_use_of_memory_or_processors():
     name = "import os, time\nopen('/proc/self/comm', 'wb').write(b'\\xff')\n"
-    many = (
-        "os.fork()\nos.fork()\nx = b'x' * (90 << 20)\ntime.sleep(60)"  # each is within the limit, together they are not
-    )
+    # Each of the four is within the limit, together they are not.
+    many = "os.fork()\nos.fork()\nx = b'x' * (90 << 20)\ntime.sleep(60)"
     limits = replace(TIGHT, idle_s=30.0)
     assert run(name + many, limits=limits).status == run("import os, time\n" + many, limits=limits).status == "killed"
     spun = run(name + "while True: pass", limits=limits)

@@ -586,7 +586,7 @@ def test_a_supervisor_with_many_files_open_starts_and_kills_its_roles(tmp_path):
         await supervisor.stop(grace_s=10)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), max(hard, 4096)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     held = [os.dup(0) for _ in range(1024)]  # no descriptor below 1,024 is left
     try:
         asyncio.run(main())

@@ -332,6 +332,9 @@ def test_a_user_without_a_home_is_not_logged_in(logged_out, monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # a container's user, who has no entry
     assert "nobody is logged in to api.wandb.ai" in check_sinks(config_of("wandb"))[0]
+    (logged_out / "wandb").mkdir()
+    (logged_out / "wandb" / "settings").write_text("[default]\nmode = offline")
+    assert check_sinks(config_of("wandb")) == []
 
 
 @pytest.mark.parametrize("text", ["machine other login user password c0ffee", "no netrc"])
