@@ -46,6 +46,7 @@ _PLAY = (  # results depend on them, and on the world's options, whatever the po
 )  # fmt: skip
 _PLAY_OF_BASE = ("model.template_options", "engine.dtype", "engine.quantize")
 _LEFT_OUT = object()
+_COMPARED = object()  # in place of a policy's name where the base that it is trained on plays instead
 
 
 def evaluations_named(side: str) -> list[Path]:
@@ -219,6 +220,7 @@ def _played_otherwise(first: Sequence[Path], second: Sequence[Path]) -> Iterator
         yield f"{folders}: no config.json can be read, so other settings of play may differ there"
     for field in dict.fromkeys(field for side in settings.values() for play in side for field in play):
         values = {name: [_value(play, field) for play in side] for name, side in settings.items()}
+        values = {name: [value for value in side if value is not _COMPARED] for name, side in values.items()}
         every = [value for side in values.values() for value in side]
         if any(value != every[0] for value in every):
             texts = {name: sorted({_said(value) for value in side}) for name, side in values.items() if side}
@@ -235,9 +237,12 @@ def _play(config: ConfigDict) -> dict[str, Any]:
         of_base = {field: attrgetter(field)(base) for field in _PLAY_OF_BASE}
         settings |= {f"bases.{name}.{field}": value for field, value in of_base.items() if value != settings[field]}
     if config.agents:  # what speaks for them: a policy, which is compared, or a base model's weights as they are
-        settings["agents"] = {
-            agent: run.bases[model].model.path if model in run.bases else model for agent, model in run.agents.items()
-        }
+        # In an evaluation of the untrained model no policy speaks, and the bases of policies are what is compared.
+        untrained = run.bases.keys() >= set(run.agents.values())
+        compared = {policy.base.name for policy in run.policies.values()} if untrained else set()
+        for agent, model in run.agents.items():
+            path = run.bases[model].model.path if model in run.bases else model
+            settings[f"agents.{agent}"] = _COMPARED if model in compared else path
     options = config.env.options.to_dict()
     with contextlib.suppress(Exception):  # a user's world that is not here, or has changed since, may fail in any way
         made = find_world(config.env.name)(**options).options

@@ -15,9 +15,11 @@ from rich.console import Console
 from flowjax.compare import compare, evaluations_named, read_scores
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.envs.demonstrations import no_shares_of
+from flowjax.evaluate import read_requests
 from flowjax.monitor.held_out import NO_SHARES, HeldOutEpisode, summarise, write_held_out
 
 ROOT = Path(__file__).parent.parent
+SOKOBAN = "flowjax.envs.sokoban:Sokoban"
 
 
 def evaluation(folder: Path, successes: dict[str, list[bool]], name: str = "agent@40") -> Path:
@@ -163,13 +165,35 @@ def test_other_base_models_and_what_else_speaks_for_agents_are_said(tmp_path: Pa
          "config.bases.small.engine.quantize is '' in A and 'int8' in B"),
         ({"bases": {"small": {"model": {**small, "template_options": {"thinking": False}}}}},
          "config.bases.small.model.template_options is {} in A"),
-        ({"bases": {"small": {"model": {"path": "models/other"}}}}, "'second': 'models/small', 'third'"),
-        ({"agents": {"first": "agent", "second": "base", "third": "base"}}, "'second': 'models/large', 'third'"),
-        ({"agents": {}}, "config.agents is {'first': 'agent', "),
+        ({"bases": {"small": {"model": {"path": "models/other"}}}},
+         "config.agents.second is 'models/small' in A and 'models/other' in B"),
+        ({"agents": {"first": "agent", "second": "base", "third": "base"}},
+         "config.agents.second is 'models/small' in A and 'models/large' in B"),
+        ({"agents": {"first": "agent", "second": "small", "third": "agent"}},
+         "config.agents.third is 'models/large' in A and 'agent' in B"),
+        ({"agents": {"first": "agent", "second": "small"}},
+         "config.agents.third is 'models/large' in A and left out in B"),
         ({"engine.dtype": "float32"}, "config.engine.dtype is 'bfloat16' in A and 'float32' in B"),
     )):  # fmt: skip
         text = printed([plain], [run(f"changed{number}", changes)])
         assert said in text and text.count("may come from that") == 1
+
+
+@pytest.mark.parametrize(
+    "agents", [{}, {"first": "agent", "second": "small"}, {"first": "agent", "second": "base"}], ids=len
+)
+def test_a_checkpoint_differs_from_its_base_in_nothing_but_its_training(tmp_path: Path, agents: dict[str, str]):
+    """That base models speak for the agents was said to be part of the difference."""
+    config = default_config()
+    config.update_from_flattened_dict({"model.path": "models/large", "name": "run", "env.name": SOKOBAN})
+    config.reward.components = {"success": 1.0}
+    config.bases, config.agents = {"small": {"model": {"path": "models/small"}}} if agents else {}, agents
+    save_run(config, evaluation(tmp_path / "run", {"x": [True], "y": [False]}))
+    base = read_requests([str(tmp_path / "run"), "--base"])[0].evaluations[0].run
+    save_run(base.config, evaluation(tmp_path / "base", {"x": [False], "y": [False]}, "base"))
+    assert set(base.config.agents.values()) <= {"base", "small"}, "no policy speaks"
+    for sides in ([tmp_path / "run"], [tmp_path / "base"]), ([tmp_path / "base"], [tmp_path / "run"]):
+        assert "may come from that" not in printed(*sides)
 
 
 def test_a_run_does_not_differ_from_itself(tmp_path: Path):

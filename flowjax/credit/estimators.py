@@ -81,7 +81,8 @@ def _check_tried(name: str, options: Mapping[str, Any]) -> None:
     try:
         why = fault_at_trial(lambda table: np.asarray(estimate(table, name, **options)))
     except Exception as error:  # it may fail in any way
-        why = f"fails on a table of five episodes ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        why = f"fails on a table of five episodes with scores 0 and 1 ({said})"
     if why:
         raise CreditError(
             f"config.credit.name is {name!r}, which {why}: give a function of the table, with keyword-only options, to "

@@ -169,8 +169,16 @@ _TRIAL_SCORES = ((0.0, 1.0), (0.5, 1.0), (-1.0, -0.5))
 
 def fault_at_trial(estimate: Callable[[TurnTable], np.ndarray]) -> str:
     """A fault of an estimator, "" for none: on small tables it has to give one finite number per row, the same ones
-    when it is asked again, and whatever rows do not count."""
-    return next(filter(None, (_fault(estimate, *scores) for scores in _TRIAL_SCORES)), "")
+    when it is asked again, and whatever rows do not count. It may be for scores of 0 and 1 alone, and raise an error on
+    others; on these it raises what the estimator does."""
+    for number, scores in enumerate(_TRIAL_SCORES):
+        try:
+            if fault := _fault(estimate, *scores):
+                return fault
+        except Exception:
+            if number == 0:
+                raise
+    return ""
 
 
 def _fault(estimate: Callable[[TurnTable], np.ndarray], low: float, high: float) -> str:

@@ -6,6 +6,7 @@ algorithms are asked.
 
 import asyncio
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from flowjax.envs import (
     is_refusal,
 )
 from flowjax.envs.pool import EnvPool, PooledEnv, check_repeats, random_walk
+from flowjax.fields import shown
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 from flowjax.rollout.episode import EpisodePlayer
 from flowjax.run import Run
@@ -159,10 +161,13 @@ class _Scripted:
 
 @dataclass
 class _Watched:
-    """An environment that keeps its newest observation."""
+    """An environment that keeps its newest observation, and whether all its actions were valid and led to success."""
 
     env: RemoteEnv
     newest: Observation | None = None
+    invalid: int = 0
+    succeeded: bool = False
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     async def reset(self, task: Task, seed: int) -> Observation:
         self.newest = await self.env.reset(task, seed)
@@ -170,7 +175,8 @@ class _Watched:
 
     async def step(self, action: str) -> Step:
         step = await self.env.step(action)
-        self.newest = step.observation
+        self.newest, self.succeeded = step.observation, step.outcome.get("success", 0.0) > 0
+        self.invalid += not step.valid
         return step
 
     def legal_reply(self, options: EpisodeOptions) -> str:
@@ -178,7 +184,7 @@ class _Watched:
         if self.newest is None:
             return ""
         legal, world = self.newest.legal_actions, options.world
-        action = world.random_action(self.newest, np.random.default_rng(0)) if legal else "1"  # without: any text is
+        action = world.random_action(self.newest, self.rng) if legal else "1"  # without: any text is
         return world.reply(action, options.prompt, legal)
 
 
@@ -202,11 +208,12 @@ class _Measured(Agent):
 
 def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator[str]:
     """Play one episode without engines, every reply empty: a fault of a user's world or workflow that ends it would end
-    all. (Where it leaves no turn, one whose replies name legal actions.) Then play the world alone with random actions,
-    each of two tasks twice: it has to do the same.
+    all. (Where it leaves no turn, some whose replies name legal actions.) Then play the world alone with random
+    actions, each of two tasks twice: it has to do the same.
 
     Args:
-        notes: gets a line where this takes longer than `limit_s`, and ends unfinished: a slow world may be sound.
+        notes: gets a line where this takes longer than `limit_s`, and ends unfinished: a slow world may be sound; and
+            one where no episode has a turn, as with a workflow that leaves out those that fail.
         limit_s: seconds for what is played in a process once it has an environment that was reset.
     """
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
@@ -221,7 +228,7 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
         return
     codecs = _codecs(run)
 
-    def first() -> Iterator[Task]:
+    def first() -> Iterator[Task]:  # read one by one: they may be slow to make
         return (task_at(tasks, index) for index in range(min(_FIRST_TASKS, len(tasks))))
 
     # Another one of the same source; the same one in a world of a single task.
@@ -236,7 +243,7 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
                 return f"where the first reset fails ({died}): mend it"
             async with asyncio.timeout(limit_s):
                 player = EpisodePlayer.of_run(run, pool=pool, backend=_Scripted(str))
-                if fault := await _played_wrongly(player, first(), codecs):
+                if fault := await _played_wrongly(player, first(), codecs, found):
                     return fault
                 async with opened() as env:
                     walk, between, again = [await random_walk(kind, env, of, most) for of in (task, another, task)]
@@ -254,6 +261,7 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
 
     named = f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}"
     at_random = f"{named}, where legal actions are taken at random"
+    found: list[str] = []
     try:
         if fault := asyncio.run(play()):
             yield f"{named}, {fault}"
@@ -263,6 +271,7 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
         yield f"{at_random}: {died}: mend it"
     except WorldError as error:
         yield f"{at_random}: {error}"
+    notes.extend(f"{named}, {text}" for text in found)
 
 
 @contextlib.asynccontextmanager
@@ -282,11 +291,13 @@ async def _opened(
         yield pool, opened
 
 
-async def _played_wrongly(player: EpisodePlayer, first: Iterator[Task], codecs: Mapping[str, Codec]) -> str:
-    """Fault of the first episode that gets a reply; "" for none."""
+async def _played_wrongly(
+    player: EpisodePlayer, first: Iterator[Task], codecs: Mapping[str, Codec], notes: list[str]
+) -> str:
+    """Fault of the first episode that gets a reply, and of others where it has no turn; "" for none."""
     most, shortest = player.config.rollout.max_prompt_tokens, sys.maxsize
-    for task in first:  # read one by one: they may be slow to make
-        episode, backend = await _played(player, task, codecs)
+    for task in first:
+        episode, backend, _ = await _played(player, task, codecs)
         if backend.replies or not backend.too_long:
             break
         shortest = min(shortest, *backend.too_long)
@@ -299,32 +310,45 @@ async def _played_wrongly(player: EpisodePlayer, first: Iterator[Task], codecs: 
         return fault
     if _has_turns(episode):
         return ""
-    # Perhaps turns without an action are left out, since nobody should learn them.
-    episode, _ = await _played(player, task, codecs, acts=True)
-    if fault := _fault(episode, "names a legal action"):
-        return fault
-    if not _has_turns(episode):
-        return "of which an episode has no turn, so that nobody could learn: return a part with turns"
+    # Perhaps turns without an action are left out, or episodes that fail, since nobody should learn them.
+    replies = backend.replies
+    for of in itertools.chain([task], first):
+        episode, backend, env = await _played(player, of, codecs, acts=True)
+        replies += backend.replies
+        if fault := _fault(episode, "names a legal action"):
+            return fault
+        if _has_turns(episode):
+            return ""
+        if env and env.succeeded and not env.invalid:
+            return "of which an episode that succeeded by valid actions alone has no turn: return a part with turns"
+    if not replies:
+        return "of which no episode asks an agent, so that nobody could learn: call agents[...].act"
+    notes.append(
+        "of which no episode of the trial has a turn, neither with empty replies nor with legal actions taken at "
+        "random, which all failed or had invalid ones: if no episode ever has one, nobody learns"
+    )
     return ""
 
 
 async def _played(
     player: EpisodePlayer, task: Task, codecs: Mapping[str, Codec], *, acts: bool = False
-) -> tuple[Episode, _Scripted]:
-    """An episode whose replies are empty, or name legal actions."""
-    backend = _Scripted(say=str)
+) -> tuple[Episode, _Scripted, _Watched | None]:
+    """An episode whose replies are empty, or name legal actions; and its environment, None where it opened none."""
+    backend, opened = _Scripted(say=str), list[_Watched]()
 
     async def watched(
         task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
     ) -> Played:
         env = _Watched(env)
+        opened.append(env)
         if acts:
             backend.say = partial(env.legal_reply, options)
         limited = {name: _Measured(agents[name], codec, backend) for name, codec in codecs.items()}
         return await player.workflow(task, seed=seed, env=env, agents={**agents, **limited}, options=options)
 
     lease = unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0)))
-    return await replace(player, workflow=watched, backend=backend).play(lease), backend
+    episode = await replace(player, workflow=watched, backend=backend).play(lease)
+    return episode, backend, opened[-1] if opened else None
 
 
 def _fault(episode: Episode, replies: str) -> str:
@@ -350,41 +374,59 @@ def _codecs(run: Run) -> dict[str, Codec]:
     return {agent: by_base[base] for agent, base in speaks.items() if base in by_base}
 
 
-_GROUPS_MADE_UP = 4
+_GROUPS_MADE_UP = 4  # of new tasks at each start
+_MOST_REFUSED = 64  # tasks in a row
+
+
+@dataclass
+class _Questions:
+    """Progress of the questions to data algorithms: the next position, the tasks that they chose, the last rewards."""
+
+    position: int = 0
+    tasks: list[Task] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
 
 
 def check_algorithms(run: Run) -> Iterator[str]:
-    """Ask a user's own data algorithms about the first tasks, with results that are made up; then the same of new
-    objects that have got the states of these. What fails here would end the run, or every resume of it."""
+    """Ask a user's own data algorithms about the first tasks, with results that are made up; then new objects that have
+    got the states of these, about the same tasks and others. What fails here would end the run, or every resume of
+    it."""
     if all("path" not in options for options in run.config.dataflow.algorithms.values()) or run.is_evaluation:
         return
-    written: list[StateRow] = []
-    for start, when in enumerate(("", ", once its state is restored, as plain maps and lists")):
+    written, asked = list[StateRow](), _Questions()
+    for when in ("", ", once its state is restored, as plain maps and lists"):
         try:
             chain = Chain(build_algorithms(run.config), written)
-            _ask(run, chain, start)
+            _ask(run, chain, asked)
             with chain.state_changes() as changes:
                 written = [row for row in changes if row[-1] is not None]
         except AlgorithmError as error:
-            yield f"{error} (asked at the launch about results that are made up{when})"
+            last = f", at last with the rewards {shown(asked.rewards)}" if asked.rewards else ""
+            yield f"{error} (asked at the launch about results that are made up{last}{when})"
             return
 
 
-def _ask(run: Run, chain: Chain, start: int) -> None:
-    """Ask the algorithms as a run does, about other groups at each start."""
+def _ask(run: Run, chain: Chain, asked: _Questions) -> None:
+    """Ask the algorithms as a run does: about tasks that they chose before, which the order of training has again, and
+    about new ones."""
     from flowjax.dataflow.tasks import task_at, train_tasks
 
-    tasks, rollout = train_tasks(run.config), run.config.rollout
+    tasks, again, new, refused = train_tasks(run.config), list(asked.tasks), 0, 0
     ready: dict[str, list[Candidate]] = {policy: [] for policy in run.policies}
-    for position in range(start * _GROUPS_MADE_UP, (start + 1) * _GROUPS_MADE_UP):
-        task, name = task_at(tasks, position), f"train-{position:08d}"
-        chain.choose(task, position)
+    while again or (new < _GROUPS_MADE_UP and refused < _MOST_REFUSED):
+        position, known = asked.position, bool(again)
+        asked.position += 1
+        task, name = again.pop(0) if known else task_at(tasks, position), f"train-{position:08d}"
+        if not chain.choose(task, position):
+            refused += 1
+            continue  # it is not played, so that it has no result
+        if not known:
+            new, refused = new + 1, 0
+            asked.tasks.append(task)
         chain.chosen(task, position)
-        # No two groups are alike, since an algorithm may count by any of this.
-        rewards = np.linspace(1 / (1 + position), 0, rollout.group_size, dtype=np.float32)
-        lengths = np.full(rollout.group_size, min(1 + position, rollout.max_new_tokens))
         for policy, candidates in ready.items():
-            result = Result(name, task, policy, rewards, lengths)
+            result = _made_up(run, name, task, policy, position)
+            asked.rewards = result.rewards.tolist()
             if chain.keep(result):
                 candidates.append(Candidate(name, position, 0))
                 chain.trains(result)
@@ -393,5 +435,16 @@ def _ask(run: Run, chain: Chain, start: int) -> None:
         chain.serve(candidates, [], groups)
         if chain.keeps_used_versions:
             chain.serve([], candidates, groups)
-        chain.published(policy, start + 1)
+        chain.published(policy, len(asked.tasks))
     chain.metrics()
+
+
+def _made_up(run: Run, name: str, task: Task, policy: str, position: int) -> Result:
+    """A result that differs from those at other positions in what an algorithm may count by."""
+    members = run.config.rollout.group_size
+    if run.policies[policy].reward.components.to_dict() == {"success": 1.0}:
+        rewards = np.arange(members) < (1 + position) % (members + 1)
+    else:
+        rewards = np.linspace(1 / (1 + position), 0, members)
+    lengths = np.full(members, min(1 + position, run.config.rollout.max_new_tokens))
+    return Result(name, task, policy, rewards.astype(np.float32), lengths)

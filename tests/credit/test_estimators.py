@@ -312,7 +312,7 @@ def test_an_estimator_of_ones_own():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("without_a_default", "fails on a table of five episodes .TypeError: .*missing 1 required keyword-only"),
+        ("without_a_default", "fails on a table of five .* scores 0 and 1 .TypeError: .*missing 1 required keyword"),
         ("one_number", ".*: give a function of the table"),
         ("not_finite", "gives .nan .* for a group of scores 0 and 1, of two turns each"),
         ("by_the_bare_deviation", "gives .nan .* for a group of equal scores, of two turns each"),
@@ -332,8 +332,9 @@ def test_an_estimator_of_ones_own_that_fails_is_refused(name: str, message: str)
 
 
 def test_an_estimator_of_ones_own_may_be_for_shares_alone():
-    """Below 0 it has no number."""
+    """Below 0 it has no number. A trial with other scores ended at its error, as if the estimator were at fault."""
     check_options(f"{__name__}:for_shares_alone", {})
+    check_options(f"{__name__}:for_successes_alone", {})
 
 
 def test_an_estimator_of_ones_own_may_answer_in_bfloat16():
@@ -383,6 +384,12 @@ def by_all_rewards(table):
 def for_shares_alone(table):
     _, mean, _ = segment_statistics(table.score, table.group, table.mask)
     return jnp.where(table.mask, (table.score - mean) / (jnp.sqrt(mean * (1 - mean)) + 1e-6), 0.0)
+
+
+def for_successes_alone(table):
+    if set(np.asarray(table.score).tolist()) - {0.0, 1.0}:
+        raise ValueError("scores have to be 0 or 1")
+    return jnp.where(table.mask, table.score - 0.5, 0.0)
 
 
 def unmasked(table):

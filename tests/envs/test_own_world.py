@@ -46,6 +46,30 @@ async def graded(task, *, seed, env, agents, options):
     played = await play_alone(task, seed=seed, env=env, agents=agents, options=options)
     return replace(played, outcome={**played.outcome, "success": -1.0})
 
+async def turnless(task, *, seed, env, agents, options):
+    played = await play_alone(task, seed=seed, env=env, agents=agents, options=options)
+    return replace(played, parts=[])
+
+async def successes(task, *, seed, env, agents, options):
+    played = await play_alone(task, seed=seed, env=env, agents=agents, options=options)
+    return played if played.outcome["success"] else replace(played, parts=[])
+
+class Easy(Countdown):
+    def env(self): return EasyEnv()
+
+class EasyEnv(CountdownEnv):
+    def step(self, action):
+        step = super().step(action)
+        return replace(step, outcome={**step.outcome, "success": 1.0}) if step.valid else step
+
+class Hard(Countdown):
+    def env(self): return HardEnv()
+
+class HardEnv(CountdownEnv):
+    def step(self, action):
+        step = super().step(action)
+        return replace(step, outcome={**step.outcome, "success": 0.0}) if step.valid else step
+
 class NoTasks(World):
     def env(self): ...
 
@@ -384,7 +408,8 @@ def test_a_file_that_is_not_there_is_a_fault_of_this_machine(countdown: type[Wor
         ("broken:Numbered", "flowjax.workflows.single:play", "has the legal_actions (1, 2): give a tuple of texts, or"),
         ("broken:Hanging", "flowjax.workflows.single:play", "fails (timeout: the environment took too long): mend it"),
         ("countdown:Countdown", "broken:play", "TypeError: config.workflow returned Observation"),
-        ("countdown:Countdown", "broken:idle", "of which an episode has no turn, so that nobody could learn: return"),
+        ("countdown:Countdown", "broken:idle", "of which no episode asks an agent, so that nobody could learn: call"),
+        ("broken:Easy", "broken:turnless", "an episode that succeeded by valid actions alone has no turn: return a"),
         ("countdown:Countdown", "broken:aborted", "fails (status 'cancelled', no error): mend it"),
     ],
 )
@@ -397,6 +422,17 @@ def test_an_episode_of_ones_own_is_played_before_engines_start(
         config.env.step_timeout_s = 1.0
     found = list(check_episode(resolve(config), [], limit_s=3600.0))
     assert len(found) == bool(error) and all(world in text and workflow in text and error in text for text in found)
+
+
+@pytest.mark.parametrize("workflow", ["turnless", "successes"])
+def test_a_workflow_may_leave_out_episodes_that_fail(countdown: type[World], workflow: str):
+    """One random episode that failed was taken for all."""
+    config = default_config()
+    config.env.name, config.workflow, config.reward.components = "broken:Hard", f"broken:{workflow}", {"success": 1.0}
+    notes: list[str] = []
+    assert not list(check_episode(resolve(config), notes, limit_s=3600.0))
+    (note,) = notes
+    assert "of which no episode of the trial has a turn" in note and "if no episode ever has one, nobody learns" in note
 
 
 @pytest.mark.parametrize(("limit", "refused"), [(8, True), (1024, False)])

@@ -75,14 +75,63 @@ class Gathered(Algorithm):
         return {"seen": self.seen}
 
 
+class Pairs(Algorithm):
+    """Has pairs, which come back as lists."""
+
+    def __init__(self, *, seed: int):
+        self.seen = {}
+
+    def chosen(self, task, position):
+        assert {self.seen.setdefault(task.task_id, (position, "first"))}
+
+    def state(self):
+        return {"seen": self.seen}
+
+
+class Curriculum(Algorithm):
+    """Knows the tasks alone that it chooses."""
+
+    def __init__(self, *, seed: int):
+        self.level = {}
+
+    def choose(self, task, position):
+        return position % 5 == 3
+
+    def chosen(self, task, position):
+        self.level[task.task_id] = {3: 1.0}[position % 5]
+
+    def keep(self, result):
+        return self.level[result.task.task_id] > 0
+
+    def state(self):
+        return {"level": self.level}
+
+
+class Nothing(Algorithm):
+    """Wants no task at first."""
+
+    def choose(self, task, position):
+        return position > 1000
+
+
+class Shares(Algorithm):
+    """Refuses rewards that success cannot give."""
+
+    def keep(self, result):
+        if set(result.rewards.tolist()) - {0.0, 1.0}:
+            raise ValueError("for successes alone")
+        return True
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Numbered", "trains raised TypeError: it answers .*: give a mask, True or False .*made up.$"),
-        ("Whole", "trains raised TypeError: it answers .*: give a mask, True or False .*made up.$"),
+        ("Numbered", "trains raised TypeError: it answers .*: give a mask.*made up, at last with the .* .1.0, 0.*.$"),
+        ("Whole", "trains raised TypeError: it answers .*: give a mask.*made up, at last with the .* .1.0, 0.*.$"),
         ("Alone", "serve raised ValueError: it answers 1 groups, too few for a batch of 4: put the others last"),
         ("ByPayload", "keep raised KeyError: 'colour'"),
         ("Nested", "keep raised KeyError: .* .asked .*, once its state is restored, as plain maps and lists.$"),
+        ("Pairs", "chosen raised TypeError: .* .asked .*, once its state is restored, as plain maps and lists.$"),
         ("Gathered", "state raised TypeError: set cannot go on the wire"),
     ],
 )
@@ -91,7 +140,10 @@ def test_a_data_algorithm_of_ones_own_that_would_end_the_run_is_refused(config, 
     assert re.search(rf"^config\.dataflow\.algorithms\.mine\.{message}", problem), problem
 
 
-@pytest.mark.parametrize("path", [*BUILT_IN.values(), "tests.dataflow.own_algorithm:EveryOther"])
+OWN = [f"{__name__}:{name}" for name in ("Curriculum", "Nothing", "Shares")]
+
+
+@pytest.mark.parametrize("path", [*BUILT_IN.values(), "tests.dataflow.own_algorithm:EveryOther", *OWN])
 @pytest.mark.parametrize("members", [2, 8])
 def test_data_algorithms_that_are_sound_pass(config, path, members):
     config.rollout.group_size = members
