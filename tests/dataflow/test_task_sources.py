@@ -1,12 +1,14 @@
 """Sources of tasks: mixed at their ratios, in an order that the config alone fixes."""
 
+import json
+import re
 from collections import Counter
 
 import pytest
 
 from flowjax.config import ConfigError, default_config, task_options
 from flowjax.dataflow.flow import Flow
-from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
+from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks, trained_in_another_source
 from flowjax.run import resolve
 from tests.dataflow import flows
 
@@ -59,6 +61,25 @@ def test_held_out_tasks_are_mixed_too_and_are_none_of_training():
     drawn = [task_at(held_out, index) for index in range(40)]
     assert Counter(task.source for task in drawn) == {"small": 30, "large": 10}
     assert not {task.task_id for task in drawn} & {task_at(train, index).task_id for index in range(100)}
+
+
+def test_held_out_tasks_that_another_source_trains_on_are_noted(tmp_path):
+    """A world keeps the splits of one set apart; what one set holds out another one may have for training."""
+    config = configuration()
+    config.env.name, config.env.options, config.eval.tasks = "flowjax.envs.math:Math", {}, 16
+    config.env.train_tasks = 200
+    problems = [{"question": f"What is {number} + {number}?", "answer": f"#### {2 * number}"} for number in range(200)]
+    (tmp_path / "set").mkdir()
+    for name, rows in (("all", problems), ("set/train", problems[10:]), ("set/test", problems[:10])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one, other = ({"options": {"path": str(tmp_path / name)}} for name in ("all.jsonl", "set"))
+    config.env.sources = {"one": one, "same": one}
+    assert trained_in_another_source(config) == ""
+    config.env.sources = {"one": one, "other": other}
+    found = trained_in_another_source(config)
+    assert re.search(r"held-out tasks of 'one' \(of them 'math-held_out-.*'\) are training tasks of 'other'", found)
+    config.env.sources, config.eval.tasks = {"one": one, "other": {**other, "train_tasks": 1}}, 1
+    assert "are training tasks of 'other'" not in trained_in_another_source(config)
 
 
 @pytest.mark.parametrize(
