@@ -48,17 +48,23 @@ case $tier in
   first)
     ruff check .
     ruff format --check .
-    pyright
     lint-imports
     python -m tests.house
+    # Types are checked beside the tests: alone they take minutes of one core. What they find is printed after these.
+    types=$(mktemp)
+    pyright > "$types" 2>&1 &
+    checker=$!
+    trap 'kill "$checker" 2> /dev/null; rm -f "$types"' EXIT
     plain check -n 2 --dist loadfile -m "not integration and not slow and not soak" "$@"
+    wait "$checker" || { cat "$types"; exit 1; }
+    tail -n 1 "$types"
     # alone, because it uses every core
     [ -n "$unit" ] || check -m "engine and not slow" "$@"
     ;;
   long)
     check -n 2 --dist loadfile --hypothesis-profile=explore -m "hypothesis and not integration and not slow and not soak" "$@"
-    # Two at a time: most of their time is spent on processes that start, which leaves cores idle.
-    plain check -n 2 --dist loadfile -m "integration and not engine and not slow and not soak" "$@"
+    # More at a time than cores: much of their time is spent on processes that start or wait. The longest files first.
+    plain check -n 3 --dist loadfile --no-loadscope-reorder -m "integration and not engine and not slow and not soak" "$@"
     ;;
   soak) check -m "soak or slow" "$@" ;;
 esac
