@@ -175,8 +175,9 @@ def check_reward(components: Components, world_outcomes: Sequence[str], world: s
         for name in part.outcomes:
             if name not in available:
                 raise RewardError(
-                    f"config.reward.components.{component} needs the outcome {name!r}, which {world} does not report; "
-                    f"it reports {', '.join(sorted(world_outcomes))}: drop the component or take another"
+                    f"config.reward.components.{component} needs the outcome {name!r}, which {world} does not report"
+                    f"{nearest(name, available)}; there are {', '.join(sorted(available))}: drop the component or take "
+                    "another. Rewards read these numbers of an episode, no texts"
                 )
         _check_traced(component, part)
 
@@ -207,7 +208,8 @@ def _part(name: str, setting: Any) -> _Part:
     options = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
     weight, path = options.pop("weight", 1.0), options.pop("path", COMPONENTS.get(name))
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not np.isfinite(weight):
-        raise RewardError(f"{field} has weight {weight!r}, it takes a number")
+        remedy = f"; your own component is {{'path': {weight!r}}}" if ":" in str(weight) else ""
+        raise RewardError(f"{field} has weight {weight!r}, it takes a number{remedy}")
     if path is None:
         raise RewardError(
             f"{field} does not exist{nearest(name, COMPONENTS)}; known are {', '.join(COMPONENTS)}, or give "

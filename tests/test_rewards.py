@@ -218,6 +218,10 @@ def test_every_component_is_known_and_described():
     check_reward({"success": 1.0, "invalid_actions": 0.1}, SOKOBAN, "flowjax.envs.sokoban")
 
 
+def of_reply_tokens(reply_tokens):
+    return reply_tokens
+
+
 def test_an_outcome_is_given_by_its_whole_name():
     with pytest.raises(RewardError, match="needs the outcome 'success', which math does not report"):
         check_reward({"success": 1.0}, ("solver/success",), "math")
@@ -232,7 +236,12 @@ def test_an_outcome_is_given_by_its_whole_name():
             {"verdict": 1.0},
             "config.reward.components.verdict needs the outcome 'answer_right', which sokoban does not report",
         ),
+        (
+            {"mine": {"path": f"{__name__}:of_reply_tokens"}},
+            r"'reply_tokens', which .* does not report .did you mean '\w*_tokens'.*; there are .* no texts$",
+        ),
         ({"success": "1"}, "has weight '1', it takes a number"),
+        ({"mine": "a.b:c"}, r"has weight 'a.b:c', it takes a number; your own component is {'path': 'a.b:c'}$"),
         ({"success": float("nan")}, "has weight nan"),
         ({"success": {"weight": 1.0, "scale": 2}}, "success.scale is no option of 'success'; it has none"),
         ({"overlong": 1.0}, "overlong.limit_tokens is missing"),

@@ -35,6 +35,8 @@ from flowjax.rollout.sidecar import unserved_targets, unserved_windows
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
 from flowjax.workflows import agents_of, demonstrates, episode_outcomes, outcomes_of, workflow_problem
 
+_ENDLESS = 100_000_000  # tasks from which a source counts as one that makes them as they are asked for
+
 
 def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform: str = "cpu") -> dict[str, Any]:
     """Problems of the config, problems of this machine only, and the sizes that a plan shows.
@@ -46,7 +48,7 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform:
     here: list[str] = []
     of_config = (_world, check_tasks, _workflow, _data_algorithms)
     problems = [text for check in of_config for text in _messages(check, run.config, here=here)]
-    of_bases = (_taught, _executors, _templates)
+    of_bases = (_taught, _words, _executors, _templates)
     problems += [text for check in (_learning, *of_bases) for text in _messages(check, run, here=here)]
     if run.trains or run.trained_remotely:
         problems += _messages(_rules, run, here=here)
@@ -144,6 +146,30 @@ def _taught(run: Run) -> Iterator[str]:
             yield (
                 f"{field}, whose tasks have words that those of config.env.options lack ({min(unknown)!r}): the base "
                 "has the words of what it is trained on, so give options that add none"
+            )
+
+
+def _words(run: Run) -> Iterator[str]:
+    """Nano bases that are there, and lack words of the run's world: it would read and write them as <unk>."""
+    for name, base in run.bases.items():
+        file = Path(base.model.path) / "tokenizer.json"
+        if base.model.nano is None or not file.exists():
+            continue
+        try:
+            known = json.loads(file.read_text())["model"]["vocab"]
+            worlds = [
+                find_world(run.config.env.name)(**task_options(run.config, source))
+                for source in run.config.env.sources or ("",)
+            ]
+            asked = [world for world in worlds if not is_executor(run, name, world)]
+            lacking = [word for world in asked for word in base_words(run, name, world) if word not in known]
+        except Exception as error:  # a user's world may fail in any way
+            yield fails(f"config.env.name is {run.config.env.name!r}, whose words cannot be read", error)
+            continue
+        if lacking:
+            yield (
+                f"{in_base(name, 'config.model.path')} is {base.model.path!r}, a nano base that lacks {len(lacking)} "
+                f"of the world's words, such as {lacking[0]!r}: remove that folder to have it made anew"
             )
 
 
@@ -364,11 +390,21 @@ def _checkpoints(run: Run, folder: Path) -> Iterator[str]:
     yield from on_each_policy(run, check)
 
 
-def _shared_tasks(config: ConfigDict) -> Iterator[str]:
-    """A note on held-out tasks of one source that another one trains on."""
+def notes_on_tasks(config: ConfigDict) -> Iterator[str]:
+    """Notes on training tasks that are never played, and on held-out tasks of one source that another one trains on."""
     from flowjax.dataflow.tasks import trained_in_another_source
 
+    kind, default = find_world(config.env.name), default_config().env.train_tasks
     try:
+        for source in config.env.sources or ("",):
+            count = len(kind(**task_options(config, source)).tasks("train", config.env.data_seed))
+            most = config.env.sources.get(source, {}).get("train_tasks", config.env.train_tasks)
+            if most == default < count < _ENDLESS:  # another number was chosen
+                of = f" of the source {source!r}" if source else ""
+                yield (
+                    f"config.env.train_tasks is {most:,}, of {count:,} training tasks{of}: the others are never "
+                    f"played. For all, set it to {count}"
+                )
         if config.eval.tasks and (found := trained_in_another_source(config)):
             yield found
     except Exception as error:  # a user's world may fail in any way
@@ -386,7 +422,7 @@ def main() -> None:
     answer = inspect_run(run, request["devices"], Path(folder) if folder else None, request["platform"])
     answer["notes"] = []
     if not answer["problems"] and not answer["here"]:
-        answer["notes"] += _messages(_shared_tasks, run.config, here=answer["here"])
+        answer["notes"] += _messages(notes_on_tasks, run.config, here=answer["here"])
         answer["problems"] += _messages(check_algorithms, run, here=answer["here"])
         answer["problems"] += _messages(check_episode, run, answer["notes"], here=answer["here"])
     json.dump(answer, answer_to)

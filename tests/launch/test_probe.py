@@ -19,7 +19,7 @@ from flowjax.envs.sokoban import Sokoban
 from flowjax.grading import sandbox
 from flowjax.launch import preflight
 from flowjax.launch.devices import Devices
-from flowjax.launch.probe import inspect_run
+from flowjax.launch.probe import inspect_run, notes_on_tasks
 from flowjax.models.config import hf_config, known_shape
 from flowjax.models.nano import build_tokenizer, nano_config
 from flowjax.models.shape import Experts
@@ -415,3 +415,31 @@ def test_a_mesh_that_does_not_fit_is_said_to_be_that():
     found = inspect_run(resolve(config), 2, None)
     shown = preflight.Findings(found["problems"], found["here"], found["plan"])
     assert "mesh does not fit" in preflight.device_lines(resolve(config), Devices(), shown)[0][1]
+
+
+def test_a_nano_base_that_lacks_words_of_the_world_is_refused(tmp_path):
+    """A world whose words had changed was played by a base that read and wrote them as <unk>."""
+    world = Sokoban(rows=6, columns=6, boxes=1)
+    words = world.vocabulary()
+    config = sokoban.get_config("nano")
+    config.model.path = str(tmp_path / "base")
+    found = {}
+    for name, known in (("all", words), ("more", (*words, "further")), ("fewer", words[1:])):
+        build_tokenizer(known, tmp_path / "base")
+        texts = inspect_run(resolve(config), 1, None)["problems"]
+        found[name] = [text for text in texts if "of the world's words" in text]
+    assert found["all"] == found["more"] == []
+    assert re.search(f"config.model.path is .*base', .* lacks 1 of .* as {words[0]!r}: remove", found["fewer"][0])
+
+
+@pytest.mark.parametrize(("most", "said"), [(10_000, True), (9_000, False), (11_000, False)])
+def test_training_tasks_that_are_never_played_are_noted(tmp_path, most, said):
+    """The default cut a file of one's own, and nothing said so."""
+    rows = ({"question": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(12_000))
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = get_config("nano")
+    config.env.name, config.env.options = "flowjax.envs.math:Math", {"path": str(tmp_path / "all.jsonl")}
+    config.env.train_tasks, config.eval.tasks = most, 0
+    notes = list(notes_on_tasks(config))
+    assert len(notes) == said
+    assert all(re.search(r"train_tasks is 10,000, of 10,\d\d\d training tasks: the others are", text) for text in notes)
