@@ -48,7 +48,8 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform:
     here: list[str] = []
     of_config = (_world, check_tasks, _workflow, _data_algorithms)
     problems = [text for check in of_config for text in _messages(check, run.config, here=here)]
-    of_bases = (_taught, _words, _executors, _templates)
+    # What goes on with a base, or is measured, keeps it: `main` makes a note of its words.
+    of_bases = (_taught, _executors, _templates, *([_words] if _is_fresh(run, checkpoints) else []))
     problems += [text for check in (_learning, *of_bases) for text in _messages(check, run, here=here)]
     if run.trains or run.trained_remotely:
         problems += _messages(_rules, run, here=here)
@@ -58,6 +59,10 @@ def inspect_run(run: Run, device_count: int, checkpoints: Path | None, platform:
     if checkpoints is not None:
         problems += _messages(_checkpoints, run, checkpoints, here=here)
     return {"problems": _named(problems), "here": _named(here), "plan": plan}
+
+
+def _is_fresh(run: Run, checkpoints: Path | str | None) -> bool:
+    return checkpoints is None and not run.is_evaluation
 
 
 def _named(problems: Sequence[str]) -> list[str]:
@@ -150,26 +155,29 @@ def _taught(run: Run) -> Iterator[str]:
 
 
 def _words(run: Run) -> Iterator[str]:
-    """Nano bases that are there, and lack words of the run's world: it would read and write them as <unk>."""
+    """Nano bases that lack words of the run's tasks, which they would read and write as <unk>. One that is still to be
+    made will have those of config.env.options."""
+    config, kind = run.config, find_world(run.config.env.name)
     for name, base in run.bases.items():
         file = Path(base.model.path) / "tokenizer.json"
-        if base.model.nano is None or not file.exists():
+        if base.model.nano is None or not (file.exists() or config.env.sources):
             continue
         try:
-            known = json.loads(file.read_text())["model"]["vocab"]
-            worlds = [
-                find_world(run.config.env.name)(**task_options(run.config, source))
-                for source in run.config.env.sources or ("",)
-            ]
-            asked = [world for world in worlds if not is_executor(run, name, world)]
+            world = kind(**config.env.options.to_dict())
+            known = json.loads(file.read_text())["model"]["vocab"] if file.exists() else base_words(run, name, world)
+            played = [kind(**task_options(config, source)) for source in config.env.sources or ("",)]
+            asked = [world for world in played if not is_executor(run, name, world)]
             lacking = [word for world in asked for word in base_words(run, name, world) if word not in known]
         except Exception as error:  # a user's world may fail in any way
-            yield fails(f"config.env.name is {run.config.env.name!r}, whose words cannot be read", error)
+            yield fails(f"config.env.name is {config.env.name!r}, whose words cannot be read", error)
             continue
         if lacking:
+            remedy = "give config.env.sources options that add no words"
+            if file.exists():
+                remedy = "remove that folder to have it made anew, unless a run is to go on with it"
             yield (
                 f"{in_base(name, 'config.model.path')} is {base.model.path!r}, a nano base that lacks {len(lacking)} "
-                f"of the world's words, such as {lacking[0]!r}: remove that folder to have it made anew"
+                f"of the tasks' words, such as {lacking[0]!r}: {remedy}"
             )
 
 
@@ -399,7 +407,7 @@ def notes_on_tasks(config: ConfigDict) -> Iterator[str]:
         for source in config.env.sources or ("",):
             count = len(kind(**task_options(config, source)).tasks("train", config.env.data_seed))
             most = config.env.sources.get(source, {}).get("train_tasks", config.env.train_tasks)
-            if most == default < count < _ENDLESS:  # another number was chosen
+            if most == default < count < _ENDLESS and not config.eval.versions:  # another number was chosen
                 of = f" of the source {source!r}" if source else ""
                 yield (
                     f"config.env.train_tasks is {most:,}, of {count:,} training tasks{of}: the others are never "
@@ -422,6 +430,8 @@ def main() -> None:
     answer = inspect_run(run, request["devices"], Path(folder) if folder else None, request["platform"])
     answer["notes"] = []
     if not answer["problems"] and not answer["here"]:
+        if not _is_fresh(run, folder):
+            answer["notes"] += _messages(_words, run, here=answer["here"])
         answer["notes"] += _messages(notes_on_tasks, run.config, here=answer["here"])
         answer["problems"] += _messages(check_algorithms, run, here=answer["here"])
         answer["problems"] += _messages(check_episode, run, answer["notes"], here=answer["here"])

@@ -427,8 +427,10 @@ def test_a_nano_base_that_lacks_words_of_the_world_is_refused(tmp_path):
     for name, known in (("all", words), ("more", (*words, "further")), ("fewer", words[1:])):
         build_tokenizer(known, tmp_path / "base")
         texts = inspect_run(resolve(config), 1, None)["problems"]
-        found[name] = [text for text in texts if "of the world's words" in text]
+        found[name] = [text for text in texts if "of the tasks' words" in text]
     assert found["all"] == found["more"] == []
+    texts = inspect_run(resolve(config), 1, tmp_path / "checkpoints")["problems"]
+    assert not any("words" in text for text in texts), "a run goes on with its base"
     assert re.search(f"config.model.path is .*base', .* lacks 1 of .* as {words[0]!r}: remove", found["fewer"][0])
 
 
