@@ -1,6 +1,7 @@
 """What is refused of the modules that a config names, for each policy."""
 
 import importlib
+import io
 import json
 import re
 import subprocess
@@ -17,7 +18,7 @@ from flowjax import rewards
 from flowjax.envs import WorldError
 from flowjax.envs.sokoban import Sokoban
 from flowjax.grading import sandbox
-from flowjax.launch import preflight
+from flowjax.launch import preflight, probe
 from flowjax.launch.devices import Devices
 from flowjax.launch.probe import inspect_run, notes_on_tasks
 from flowjax.models.config import hf_config, known_shape
@@ -432,6 +433,41 @@ def test_a_nano_base_that_lacks_words_of_the_world_is_refused(tmp_path):
     texts = inspect_run(resolve(config), 1, tmp_path / "checkpoints")["problems"]
     assert not any("words" in text for text in texts), "a run goes on with its base"
     assert re.search(f"config.model.path is .*base', .* lacks 1 of .* as {words[0]!r}: remove", found["fewer"][0])
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_run_that_goes_on_with_such_a_base_has_a_note(tmp_path, monkeypatch, goes_on):
+    config = sokoban.get_config("nano")
+    config.model.path = str(tmp_path / "base")
+    build_tokenizer(Sokoban().vocabulary()[1:], tmp_path / "base")
+    folder = str(tmp_path / "checkpoints") if goes_on else None
+    request = {"config": config.to_dict(), "devices": 1, "checkpoints": folder, "platform": "cpu"}
+    monkeypatch.setattr(probe, "inspect_run", lambda *_: {"problems": [], "here": []})  # there is a tokenizer alone
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
+    monkeypatch.setattr(sys, "stdout", answer := io.StringIO())
+    probe.main()
+    notes = json.loads(answer.getvalue())["notes"]
+    assert sum("lacks 1 of the tasks' words" in text for text in notes) == goes_on
+
+
+class Named(Sokoban):
+    """Has a word for its number of rows."""
+
+    def vocabulary(self):
+        return (*super().vocabulary(), f"rows{self.options.rows}")
+
+
+def test_sources_may_add_no_words_to_a_base_that_is_still_to_be_made(tmp_path):
+    """It would be made with the words of config.env.options, and be refused at the next launch."""
+    config = sokoban.get_config("nano")
+    config.env.name, config.model.path = f"{__name__}:Named", str(tmp_path / "base")
+    found = {}
+    for rows in (config.env.options.rows, 7):
+        config.env.sources = {"one": {}, "other": {"options": {"rows": rows}}}
+        texts = inspect_run(resolve(config), 1, None)["problems"]
+        found[rows] = [text for text in texts if "of the tasks' words" in text]
+    assert found.pop(7)[0].endswith("such as 'rows7': give config.env.sources options that add no words")
+    assert list(found.values()) == [[]]
 
 
 @pytest.mark.parametrize(("most", "said"), [(10_000, True), (9_000, False), (11_000, False)])
