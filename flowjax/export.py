@@ -140,7 +140,7 @@ def _data(run: Run) -> dict[str, Any]:
     if env.sources:
         found["sources"] = f"`{json.dumps(env.sources.to_dict(), default=str)}`"
     else:
-        found["training tasks"] = f"{env.train_tasks:,}, data seed {env.data_seed}"
+        found["training tasks"] = f"up to {env.train_tasks:,}, data seed {env.data_seed}"
     return {**found, "turns of an episode": f"{most_turns(run)} at most", "workflow": f"`{run.config.workflow}`"}
 
 

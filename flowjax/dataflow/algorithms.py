@@ -237,6 +237,9 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
     known = {option: of for option, of in declared_types(kind.__init__).items() if option not in ("self", "seed")}
     for problem in option_problems(field, options, known, repr(name)):
         raise ConfigError(problem)
+    given, parameters = {"**", *options}, inspect.signature(kind.__init__).parameters
+    for option in (each for each in known if each not in given and parameters[each].default is inspect.Parameter.empty):
+        raise ConfigError(f"{field}.{option} is not given, and {path} has no default: give it")
     try:
         algorithm = kind(seed=seed, **options)
     except (TypeError, ValueError) as error:
@@ -262,9 +265,7 @@ def _build(name: str, options: Mapping[str, Any], seed: int) -> Algorithm:
 
 
 def _check_hook(named: str, hook: Callable[..., Any], asked: Callable[..., Any]) -> None:
-    """Raises:
-    ConfigError: the hook cannot be called as `asked`, that of `Algorithm`.
-    """
+    """Raise ConfigError where the hook cannot be called as `asked`, that of `Algorithm`."""
     _, *arguments = inspect.signature(asked).parameters
     if inspect.iscoroutinefunction(hook):
         raise ConfigError(f"{named} is async, and nothing waits for it: make it a plain function")

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import time
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,11 @@ from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, task_options
 from flowjax.envs import Split, World, find_world, naming_options_of
-from flowjax.records import Task
+from flowjax.records import Task, pack
+
+_MOST_TASKS = 64  # held out, and read twice of each split
+_MOST_TRAINED = 10_000  # training tasks that held-out ones are compared with
+_READING_S = 1.0  # of one split, where tasks are slow to make
 
 
 def train_tasks(config: ConfigDict) -> grain.MapDataset[Task]:
@@ -36,7 +41,7 @@ def held_out_contents(config: ConfigDict) -> set[str]:
     return {content_of(task_at(tasks, index)) for index in range(min(config.eval.tasks, len(tasks)))}
 
 
-def trained_in_another_source(config: ConfigDict, reading_s: float = 1.0) -> str:
+def trained_in_another_source(config: ConfigDict, reading_s: float = _READING_S) -> str:
     """A note on the first held-out task of a source that another one trains on, by its content; "" for none. A world
     keeps its own splits apart, but knows one source's options at a time. Of each split no more is read than
     `reading_s` lets.
@@ -59,6 +64,51 @@ def trained_in_another_source(config: ConfigDict, reading_s: float = 1.0) -> str
                     f"tasks of {other!r}: unless their options make other tasks of them, success on these says nothing "
                     "of held-out tasks"
                 )
+    return ""
+
+
+def fault_of_splits(config: ConfigDict, splits: Collection[Split]) -> str:
+    """The first fault that shows when the first tasks of each split are read twice and compared; "" for none.
+
+    By source, since options may tell tasks of equal payloads apart. In the world's own order: of two splits that are
+    the same, each in an order of its own, the first tasks are others.
+    """
+    kind, names = find_world(config.env.name), set[str]()
+    for source in config.env.sources or ("",):
+        world, trained, games = kind(**task_options(config, source)), dict[str, str](), set[tuple[str, int]]()
+        in_training = config.env.sources.get(source, {}).get("train_tasks", config.env.train_tasks)
+        for split in splits:
+            tasks, until_s = world.tasks(split, config.env.data_seed), time.monotonic() + _READING_S
+            by_id = dict[str, str]()  # of this split alone: nothing looks a task up by its id in both
+            # Tasks beyond these are neither trained on nor played.
+            trains = split == "train"
+            most = min(in_training, _MOST_TRAINED) if trains else min(config.eval.tasks, _MOST_TASKS)
+            for index in range(min(len(tasks), most)):
+                if time.monotonic() > until_s:
+                    break
+                task, place = task_at(tasks, index), f"whose tasks({split!r}, ...)[{index}]"
+                if not isinstance(task, Task):
+                    return f"{place} is a {type(task).__name__}: make it of flowjax.records.Task"
+                if index < _MOST_TASKS and pack(task) != pack(task_at(tasks, index)):
+                    return f"{place} is another task when it is read again: make it from data_seed and its index alone"
+                names.add(task.world)
+                if len(names) > 1:
+                    one, other = sorted(names)
+                    return f"whose tasks have the Task.world {one!r} and {other!r}: give all of them the same"
+                content = content_of(task)
+                if by_id.setdefault(task.task_id, content) != content:
+                    return f"{place} has the task_id {task.task_id!r} of a task with another payload: give it its own"
+                if split == "train":
+                    trained[content] = task.task_id
+                    games.add((content, task.seed))
+                elif content in trained and len(games) > 1:  # one game has no other task to hold out
+                    decides = "payload" if task.payload else "task_id"
+                    decides = "payload['content']" if "content" in task.payload else decides
+                    return (
+                        f"{place} is {task.task_id!r}, with the {decides} of the training task {trained[content]!r}: "
+                        "hold out tasks with another one, or set config.eval.tasks to 0. Tasks that only their seed "
+                        "tells apart count as one: put into the payload what is made of it"
+                    )
     return ""
 
 

@@ -278,7 +278,7 @@ def batch_lines(run: Run) -> list[tuple[str, str]]:
         (
             "run",
             f"{trainer.steps} steps x {trainer.updates_per_step} updates = {trainer.steps * trainer.updates_per_step}, "
-            f"{trainer.steps * episodes:,} episodes; {config.eval.tasks} held-out tasks before and after",
+            f"{trainer.steps * episodes:,} episodes; up to {config.eval.tasks} held-out tasks before and after",
         ),
         ("staleness", f"at most {config.dataflow.max_staleness} versions"),
     ]

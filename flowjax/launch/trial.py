@@ -1,5 +1,5 @@
 """A launch's trial of a user's own code: a world's tasks are read, an episode is played, actions are repeated, data
-algorithms are asked.
+algorithms are asked. Of a shipped world whose tasks are a user's an episode is played, too.
 
 `flowjax.launch.probe` calls it in its process, before anything starts. It is quick, and bounded for slow worlds.
 """
@@ -8,8 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,10 +42,7 @@ from flowjax.workflows import Agent, Played, Reply
 from flowjax.workflows.codec import Codec, PromptTooLong
 from flowjax.workflows.single import EpisodeOptions
 
-_MOST_TASKS = 64  # held out, and read twice of each split
-_MOST_TRAINED = 10_000  # training tasks that held-out ones are compared with
 _FIRST_TASKS = 8  # among them are two of one source, and one whose first prompt is short enough
-_READING_S = 1.0  # of one split, where tasks are slow to make
 
 
 def fails(what: str, error: Exception) -> str:
@@ -67,7 +63,7 @@ def fails(what: str, error: Exception) -> str:
 def check_tasks(config: ConfigDict) -> Iterator[str]:
     """Problems with the tasks of each split: they have to open, and the first has to be a `Task` that can be sent. Of a
     user's own world more are read, and compared."""
-    from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
+    from flowjax.dataflow.tasks import fault_of_splits, held_out_tasks, task_at, train_tasks
 
     wanted: list[Split] = []
     if not config.eval.versions:
@@ -89,67 +85,21 @@ def check_tasks(config: ConfigDict) -> Iterator[str]:
             yield f"{named}, whose tasks({split!r}, ...) has {has}: make it of flowjax.records.Task"
     if sound and not config.env.name.startswith("flowjax."):  # the splits of shipped worlds have tests
         try:
-            if found := _unlike(config, wanted):
+            if found := fault_of_splits(config, wanted):
                 yield f"{named}, {found}"
         except Exception as error:
             yield fails(f"{named}, whose tasks fail", error)
 
 
-def _unlike(config: ConfigDict, splits: Collection[Split]) -> str:
-    """The first fault that shows when the first tasks of each split are read twice and compared; "" for none.
-
-    By source, since options may tell tasks of equal payloads apart. In the world's own order: of two splits that are
-    the same, each in an order of its own, the first tasks are others.
-    """
-    from flowjax.dataflow.tasks import content_of, task_at
-
-    kind, names = find_world(config.env.name), set[str]()
-    for source in config.env.sources or ("",):
-        world, trained, games = kind(**task_options(config, source)), dict[str, str](), set[tuple[str, int]]()
-        in_training = config.env.sources.get(source, {}).get("train_tasks", config.env.train_tasks)
-        for split in splits:
-            tasks, until_s = world.tasks(split, config.env.data_seed), time.monotonic() + _READING_S
-            by_id = dict[str, str]()  # of this split alone: nothing looks a task up by its id in both
-            # Tasks beyond these are neither trained on nor played.
-            trains = split == "train"
-            most = min(in_training, _MOST_TRAINED) if trains else min(config.eval.tasks, _MOST_TASKS)
-            for index in range(min(len(tasks), most)):
-                if time.monotonic() > until_s:
-                    break
-                task, place = task_at(tasks, index), f"whose tasks({split!r}, ...)[{index}]"
-                if not isinstance(task, Task):
-                    return f"{place} is a {type(task).__name__}: make it of flowjax.records.Task"
-                if index < _MOST_TASKS and pack(task) != pack(task_at(tasks, index)):
-                    return f"{place} is another task when it is read again: make it from data_seed and its index alone"
-                names.add(task.world)
-                if len(names) > 1:
-                    one, other = sorted(names)
-                    return f"whose tasks have the Task.world {one!r} and {other!r}: give all of them the same"
-                content = content_of(task)
-                if by_id.setdefault(task.task_id, content) != content:
-                    return f"{place} has the task_id {task.task_id!r} of a task with another payload: give it its own"
-                if split == "train":
-                    trained[content] = task.task_id
-                    games.add((content, task.seed))
-                elif content in trained and len(games) > 1:  # one game has no other task to hold out
-                    decides = "payload" if task.payload else "task_id"
-                    decides = "payload['content']" if "content" in task.payload else decides
-                    return (
-                        f"{place} is {task.task_id!r}, with the {decides} of the training task {trained[content]!r}: "
-                        "hold out tasks with another one, or set config.eval.tasks to 0. Tasks that only their seed "
-                        "tells apart count as one: put into the payload what is made of it"
-                    )
-    return ""
-
-
 @dataclass
 class _Scripted:
-    """Backend of one episode, whose replies are all `say()`. `too_long` has the tokens of first prompts over the
-    limit."""
+    """Backend of one episode, whose replies are all `say()`. `asked` names the agents that it spoke for; `too_long` has
+    the tokens of first prompts over the limit."""
 
     say: Callable[[], str]
     identity: str = "scripted"
     replies: int = 0
+    asked: set[str] = field(default_factory=set)
     too_long: list[int] = field(default_factory=list)
 
     async def complete(self, request: Request) -> Completion:
@@ -189,20 +139,21 @@ class _Watched:
 
 
 class _Measured(Agent):
-    """An agent that raises `PromptTooLong` as in a run, until the episode has a reply: what is asked later depends on
-    the replies, which are other ones in a run."""
+    """An agent that says when it is asked. Where there is a codec it raises `PromptTooLong` as in a run, until the
+    episode has a reply: what is asked later depends on the replies, which are other ones in a run."""
 
-    def __init__(self, agent: Agent, codec: Codec, backend: _Scripted):
-        self._agent, self._limit, self._backend = agent, codec, backend
+    def __init__(self, name: str, agent: Agent, codec: Codec | None, backend: _Scripted):
+        self._name, self._agent, self._limit, self._backend = name, agent, codec, backend
 
     async def act(self, messages: Sequence[Message], *, after: Reply | None = None) -> Reply:
         """See `Agent`."""
-        if not self._backend.replies:
+        if self._limit is not None and not self._backend.replies:
             try:
                 self._limit.encode(messages)
             except PromptTooLong as error:
                 self._backend.too_long.append(error.tokens)
                 raise
+        self._backend.asked.add(self._name)
         return await self._agent.act(messages, after=after)
 
 
@@ -213,15 +164,17 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
 
     Args:
         notes: gets a line where this takes longer than `limit_s`, and ends unfinished: a slow world may be sound; and
-            one where no episode has a turn, as with a workflow that leaves out those that fail.
+            one where no episode has a turn of a policy, as with a workflow that leaves out those that fail.
         limit_s: seconds for what is played in a process once it has an environment that was reset.
     """
     from flowjax.dataflow.tasks import held_out_tasks, task_at, train_tasks
 
     kind, config = find_world(run.config.env.name), run.config
     shipped = all(path.startswith("flowjax.") for path in (config.env.name, config.workflow))
-    if shipped or "rollout" in config.elsewhere or kind.asked_bases is not World.asked_bases:
-        return  # shipped code has tests; this machine does not play; or the bases that the world asks do not run yet
+    if "rollout" in config.elsewhere or kind.asked_bases is not World.asked_bases:
+        return  # this machine does not play; or the bases that the world asks do not run yet
+    if shipped and not _reads_files(config):  # shipped code has tests, but not with a user's tasks
+        return
     tasks = (held_out_tasks if config.eval.versions else train_tasks)(config)
     task = task_at(tasks, 0)
     if kind(**task_options(config, task.source)).STEPS_WAIT:
@@ -245,6 +198,8 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
                 player = EpisodePlayer.of_run(run, pool=pool, backend=_Scripted(str))
                 if fault := await _played_wrongly(player, first(), codecs, found):
                     return fault
+                if shipped:
+                    return ""
                 async with opened() as env:
                     walk, between, again = [await random_walk(kind, env, of, most) for of in (task, another, task)]
                 remedy = "have reset() set all state, also that of random numbers"
@@ -272,6 +227,12 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
     except WorldError as error:
         yield f"{at_random}: {error}"
     notes.extend(f"{named}, {text}" for text in found)
+
+
+def _reads_files(config: ConfigDict) -> bool:
+    """Whether the world's tasks come from files that its options name: they may be too long for the run's limits."""
+    given = [option for source in config.env.sources or ("",) for option in task_options(config, source).values()]
+    return any(isinstance(option, str) and option and Path(option).exists() for option in given)
 
 
 @contextlib.asynccontextmanager
@@ -308,25 +269,26 @@ async def _played_wrongly(
         )
     if fault := _fault(episode, "is empty"):
         return fault
-    if _has_turns(episode):
-        return ""
+    asked, recorded = _speakers(player, backend), _with_turns(episode)
     # Perhaps turns without an action are left out, or episodes that fail, since nobody should learn them.
-    replies = backend.replies
     for of in itertools.chain([task], first):
+        if recorded and not (asked - recorded) & player.needed.keys():
+            return ""
         episode, backend, env = await _played(player, of, codecs, acts=True)
-        replies += backend.replies
         if fault := _fault(episode, "names a legal action"):
             return fault
-        if _has_turns(episode):
-            return ""
-        if env and env.succeeded and not env.invalid:
+        asked, recorded = asked | _speakers(player, backend), recorded | _with_turns(episode)
+        if not recorded and env and env.succeeded and not env.invalid:
             return "of which an episode that succeeded by valid actions alone has no turn: return a part with turns"
-    if not replies:
+    if not asked:
         return "of which no episode asks an agent, so that nobody could learn: call agents[...].act"
-    notes.append(
-        "of which no episode of the trial has a turn, neither with empty replies nor with legal actions taken at "
-        "random, which all failed or had invalid ones: if no episode ever has one, nobody learns"
-    )
+    if without := sorted((asked - recorded) & player.needed.keys()):
+        of = f" of {', '.join(without)}, which was asked" if recorded else ""
+        notes.append(
+            f"of which no episode of the trial has a turn{of}: neither with empty replies nor with legal actions taken "
+            "at random. If no episode ever has one, nobody learns, and its trainer waits. take_turn and record_turn "
+            "make turns; a part with them has to be returned (docs/workflows.md)"
+        )
     return ""
 
 
@@ -343,8 +305,8 @@ async def _played(
         opened.append(env)
         if acts:
             backend.say = partial(env.legal_reply, options)
-        limited = {name: _Measured(agents[name], codec, backend) for name, codec in codecs.items()}
-        return await player.workflow(task, seed=seed, env=env, agents={**agents, **limited}, options=options)
+        agents = {name: _Measured(name, agent, codecs.get(name), backend) for name, agent in agents.items()}
+        return await player.workflow(task, seed=seed, env=env, agents=agents, options=options)
 
     lease = unpack(pack(Lease("first", task, "first", "first", 0, "train", 1.0)))
     episode = await replace(player, workflow=watched, backend=backend).play(lease)
@@ -359,8 +321,14 @@ def _fault(episode: Episode, replies: str) -> str:
     return f"of which an episode where every reply {replies} fails ({why}): mend it"
 
 
-def _has_turns(episode: Episode) -> bool:
-    return any(part.turns for part in episode.trajectories)
+def _speakers(player: EpisodePlayer, backend: _Scripted) -> set[str]:
+    """The policies and bases whose agents were asked."""
+    return {player.agents[name] for name in backend.asked}
+
+
+def _with_turns(episode: Episode) -> set[str]:
+    """The policies and bases that have turns in it."""
+    return {part.policy for part in episode.trajectories if part.turns}
 
 
 def _codecs(run: Run) -> dict[str, Codec]:

@@ -33,6 +33,12 @@ KEPT_VARIABLE = "FLOWJAX_KEPT"  # environment variable: the file of kept results
 HOW = {"greedy": 0.0, "sampled": 1.0}  # temperature of each way to play
 
 
+def folder_of(recipe: str, seed: str, out: Path) -> Path:
+    """The folder in `out` of the run that `trained` makes."""
+    file, _, variant = recipe.partition(":")
+    return out / f"{file}-{variant or 'nano'}-{seed}".replace("_", "-").replace(",", "-")
+
+
 def trained(recipe: str, seed: str, out: Path, fields: Sequence[str] = ()) -> tuple[Path, float]:
     """The folder of a finished run, and the seconds that its launches took; a run that was stopped goes on.
 
@@ -43,7 +49,7 @@ def trained(recipe: str, seed: str, out: Path, fields: Sequence[str] = ()) -> tu
     """
     file, _, variant = recipe.partition(":")
     variant = variant or "nano"
-    run = out / f"{file}-{variant}-{seed}".replace("_", "-").replace(",", "-")
+    run = folder_of(recipe, seed, out)
     source = [f"--config=configs/{file}.py:{variant}", f"--config.seed={seed}", f"--config.runs={out}", *fields]
     finished = run / "launch.json"
     if begun := (run / "config.json").exists():

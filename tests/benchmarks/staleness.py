@@ -2,25 +2,30 @@
 
     python -m tests.benchmarks.staleness [--objectives=ppo,m2po] [--staleness=0,1,2,4,8] [--seeds=0,1,2,3,4]
 
-Each objective trains a recipe with each `config.dataflow.max_staleness`: where the engine is faster than the trainer,
-the age of trained tokens comes close to that bound (it is printed). Base, steps and other fields are the same
-throughout. `bfloat16` is PPO with an engine that samples in it while the trainer keeps the recipe's precision,
-`bfloat16_truncated` the same with truncated importance weights.
+Each objective trains a recipe with each `config.dataflow.max_staleness`. The trainer is stopped (SIGSTOP) until as many
+batches are ready, as if engines outran it, so that on any machine trained tokens come close to that age (it is
+printed). Base, steps and other fields are the same throughout. `bfloat16` is PPO with an engine that samples in it
+while the trainer keeps the recipe's precision, `bfloat16_truncated` the same with truncated importance weights.
 
 Prints, and writes to `<out>/<objective>.md` and `.svg`, what `tests/benchmarks/learning.py` says of them: sentences are
 on the difference from the freshest. Runs are kept in `--out`; the same command again goes on where it stopped.
 docs/losses.md has what was run so far.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from absl import app, flags
 
-from flowjax.monitor.metrics import read_metrics
+from flowjax.config import load_run
+from flowjax.monitor.metrics import NewStatus, read_metrics, read_status
 from tests.benchmarks.learning import write_comparison
-from tests.benchmarks.runs import trained
+from tests.benchmarks.runs import folder_of, trained
 
 _TRUNCATED = {"loss.options.correction": "token_truncate"}
 # Clip bounds of GSPO are those of the recipe: published ones are for replies of thousands of tokens.
@@ -33,6 +38,46 @@ OBJECTIVES: Mapping[str, Mapping[str, str]] = {
     "bfloat16": {"engine.dtype": "bfloat16"},
     "bfloat16_truncated": {"engine.dtype": "bfloat16", **_TRUNCATED},
 }
+_LOOK_EVERY_S = 0.1
+
+
+@contextlib.contextmanager
+def outrun(folder: Path, batches: int) -> Iterator[None]:
+    """The trainer of the run in `folder` is stopped until so many batches are ready, or all that are left."""
+    ended, launch = threading.Event(), NewStatus(folder, "launch")
+
+    def watch() -> None:
+        stopped = 0  # process group
+        while not ended.wait(_LOOK_EVERY_S):
+            trainer = launch.read().get("roles", {}).get("trainer", {}).get("pid", 0)
+            wanted = trainer if trainer and is_early(folder, batches) else 0
+            for group, sign in ((stopped, signal.SIGCONT), (wanted, signal.SIGSTOP)):
+                if group and stopped != wanted:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(group, sign)
+            stopped = wanted
+        if stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(stopped, signal.SIGCONT)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def is_early(folder: Path, batches: int) -> bool:
+    """Whether a step now would train on tokens that are not yet `batches` versions old, but for those of the first."""
+    status = read_status(folder, "dataflow").get("policies", {})
+    if not status:
+        return False
+    trainer = load_run(folder).trainer
+    (policy,) = status.values()
+    ahead = min(batches, trainer.steps - policy["committed"] - 1)  # beside the batch that is under way
+    return policy["committed"] > 0 and policy["ready_groups"] < ahead * trainer.groups_per_step
 
 
 def ages(runs: Sequence[Path]) -> str:
@@ -54,7 +99,8 @@ def main(argv: Sequence[str]) -> None:
             for bound, found in zip(given.staleness, runs.values(), strict=True):
                 fields = {**common, **OBJECTIVES[objective], "dataflow.max_staleness": bound}
                 settings = [f"--config.{name}={value}" for name, value in fields.items()]
-                found.append(trained(given.recipe, seed, folder / bound, settings)[0])
+                with outrun(folder_of(given.recipe, seed, folder / bound), int(bound)):
+                    found.append(trained(given.recipe, seed, folder / bound, settings)[0])
             text = write_comparison(folder, "age in versions", runs, given.tasks)
             told = "; ".join(f"{name}: {ages(found)}" for name, found in runs.items())
             print(f"{objective}\n\n{text}\nMean age of trained tokens, each seed: {told}\n", flush=True)

@@ -367,6 +367,10 @@ def test_replay_takes_the_youngest_and_none_too_often():
         ({"replay": {"ratio": 2.0}}, "config.dataflow.algorithms.replay .* ratio is 2.0: give a share between 0 and 1"),
         ({"greso": {"speed": 1}}, "config.dataflow.algorithms.greso.speed is no option of 'greso'; it has target_easy"),
         (
+            {"overlong_filter": {}},
+            "config.dataflow.algorithms.overlong_filter.limit_tokens is not given, and .*OverlongFilter has no default",
+        ),
+        (
             {"mine": {"path": "no.such:Thing"}},
             "config.dataflow.algorithms.mine.path is 'no.such:Thing', which cannot be imported",
         ),

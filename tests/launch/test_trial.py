@@ -3,7 +3,7 @@
 import json
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,12 @@ async def shortened(task, *, seed, env, agents, options):
     agents = {name: Twice(agent) for name, agent in agents.items()}
     return await play(task, seed=seed, env=env, agents=agents, options=options)
 
+async def judged(task, *, seed, env, agents, options):
+    """The second agent is asked, and never recorded."""
+    played = await play(task, seed=seed, env=env, agents={"agent": agents["first"]}, options=options)
+    await agents["second"].act([{"role": "user", "content": "up"}])
+    return replace(played, parts=[replace(part, agent="first") for part in played.parts])
+
 async def sure(task, *, seed, env, agents, options):
     """Reports how sure the agent was of the first token of each reply."""
     turns, outcome, sure = [], {}, []
@@ -214,10 +220,12 @@ def found(
     limit: int = 1024,
     others: Mapping[str, Any] | None = None,
     notes: list[str] | None = None,
+    agents: Mapping[str, str] | Sequence[str] = (),
+    limit_s: float = 3600.0,
     **env,
 ) -> list[str]:
-    """Faults that the trial's episodes show. `base` is a folder for the tokenizer that the prompts' limit is for. With
-    `notes`, the trial has no time."""
+    """Faults that the trial's episodes show. `base` is a folder for the tokenizer that the prompts' limit is for.
+    `agents` says who speaks for each; of names alone, a policy of each name."""
     config = default_config()
     config.workflow = workflow
     config.env.name, config.reward.components = f"own_counter:{world}", {"success": 1.0}
@@ -226,9 +234,10 @@ def found(
         build_tokenizer(("up", "down", *map(str, range(2000))), base)
         config.model.path, config.rollout.max_prompt_tokens = str(base), limit
     config.bases = others or {}
-    return list(
-        check_episode(resolve(config), [] if notes is None else notes, limit_s=3600.0 if notes is None else 0.0)
-    )
+    if agents:
+        config.agents = agents if isinstance(agents, Mapping) else {name: name for name in agents}
+        config.policies = {name: {} for name in config.agents.values() if name != "base"}
+    return list(check_episode(resolve(config), [] if notes is None else notes, limit_s))
 
 
 @pytest.mark.parametrize(("workers", "refused"), [(1, False), (2, True)])
@@ -260,6 +269,16 @@ def test_a_workflow_may_leave_out_turns_without_an_action():
     assert "an episode where every reply names a legal action fails (env_error: ZeroDivisionError" in fault
 
 
+def test_an_agent_that_is_asked_and_never_recorded_is_a_note():
+    notes: list[str] = []
+    assert found(workflow="own_play:judged", agents=("first", "second"), notes=notes, limit_s=3600.0) == []
+    [note] = notes
+    assert "of which no episode of the trial has a turn of second, which was asked: " in note
+    notes.clear()  # a base that is asked learns nothing
+    speaks = {"first": "first", "second": "base"}
+    assert found(workflow="own_play:judged", agents=speaks, notes=notes, limit_s=3600.0) == notes == []
+
+
 @pytest.mark.parametrize(
     ("world", "message"),
     [
@@ -271,7 +290,7 @@ def test_a_workflow_may_leave_out_turns_without_an_action():
     ],
 )
 def test_a_task_is_held_out_by_its_payload(world: str, message: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flowjax.launch.trial._READING_S", 3600.0)
+    monkeypatch.setattr("flowjax.dataflow.tasks._READING_S", 3600.0)
     config = default_config()
     config.env.name = f"own_tasks:{world}"
     faults = list(check_tasks(config))
@@ -279,7 +298,7 @@ def test_a_task_is_held_out_by_its_payload(world: str, message: str, monkeypatch
 
 
 def test_held_out_tasks_that_are_not_played_need_not_be_held_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flowjax.launch.trial._READING_S", 3600.0)
+    monkeypatch.setattr("flowjax.dataflow.tasks._READING_S", 3600.0)
     config = default_config()
     config.env.name = "own_tasks:LaterSame"
     config.eval.tasks = 8
@@ -313,10 +332,10 @@ def test_an_environment_object_plays_each_task_that_it_is_given():
 
 def test_a_trial_that_does_not_end_in_time_is_a_note_and_its_first_reset_has_other_time():
     notes: list[str] = []
-    assert found("Stale", notes=notes) == []
+    assert found("Stale", notes=notes, limit_s=0.0) == []
     [note] = notes
     assert "own_counter:Stale'" in note and "did not end within 0 s, so the rest of it is not checked" in note
-    [fault] = found("Shut", notes=notes)
+    [fault] = found("Shut", notes=notes, limit_s=0.0)
     assert "where the first reset fails (ZeroDivisionError: division by zero): mend it" in fault and len(notes) == 1
 
 

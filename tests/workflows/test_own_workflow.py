@@ -10,7 +10,7 @@ import pytest
 from flowjax.launch.__main__ import read_request
 from flowjax.launch.probe import inspect_run
 from flowjax.models.nano import build_tokenizer
-from flowjax.workflows import single
+from flowjax.workflows import Played, single
 from flowjax.workflows.codec import Codec
 from tests.workflows.scripted import play_scripted
 from tests.workflows.test_single import CORRIDOR, WORLD
@@ -21,8 +21,8 @@ PAGE = (ROOT / "docs" / "workflows.md").read_text()
 
 @pytest.fixture
 def in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "in_turn.py").write_text(code)
+    whole, judge = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "in_turn.py").write_text(f"{whole}\n\n{judge}")
     monkeypatch.syspath_prepend(tmp_path)
     return importlib.import_module("in_turn")
 
@@ -57,6 +57,21 @@ def test_a_prompt_that_is_too_long_ends_it_with_what_was_played(in_turn: ModuleT
     codec = Codec(tmp_path, max_prompt_tokens=1)
     played, _ = play_scripted(in_turn.play, CORRIDOR, world=WORLD, codec=codec, agents=in_turn.AGENTS, replies=[])
     assert played.status == "truncated" and not played.parts and played.outcome["success"] == 0.0
+
+
+@pytest.mark.parametrize(("said", "score", "valid"), [("right", 0.0, False), ("yes", 1.0, True), ("no", 0.0, True)])
+def test_the_page_s_judge_has_a_turn(in_turn: ModuleType, tmp_path: Path, said: str, score: float, valid: bool):
+    build_tokenizer((*WORLD.vocabulary(), "yes", "no"), tmp_path)
+
+    async def play(task, *, seed, env, agents, options):
+        observation = await env.reset(task, seed)
+        return Played([await in_turn.judge(agents["judge"], observation, True, options)], {"success": 1.0}, "ok")
+
+    codec = Codec(tmp_path)
+    played, _ = play_scripted(play, CORRIDOR, world=WORLD, codec=codec, agents=("judge",), replies=[said])
+    [part] = played.parts
+    [turn] = part.turns
+    assert part.outcome["success"] == turn.env_reward == score and turn.valid == valid and turn.terminal
 
 
 def test_a_launch_takes_the_page_s_command(in_turn: ModuleType, monkeypatch: pytest.MonkeyPatch):
