@@ -230,7 +230,7 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
 
 
 def _reads_files(config: ConfigDict) -> bool:
-    """Whether the world's tasks come from files that its options name: they may be too long for the run's limits."""
+    """True where files that the options name hold the world's tasks, which may be too long for the run's limits."""
     given = [option for source in config.env.sources or ("",) for option in task_options(config, source).values()]
     return any(isinstance(option, str) and option and Path(option).exists() for option in given)
 
@@ -269,7 +269,7 @@ async def _played_wrongly(
         )
     if fault := _fault(episode, "is empty"):
         return fault
-    asked, recorded = _speakers(player, backend), _with_turns(episode)
+    asked, recorded = _asked(player, backend), _with_turns(episode)
     # Perhaps turns without an action are left out, or episodes that fail, since nobody should learn them.
     for of in itertools.chain([task], first):
         if recorded and not (asked - recorded) & player.needed.keys():
@@ -277,7 +277,7 @@ async def _played_wrongly(
         episode, backend, env = await _played(player, of, codecs, acts=True)
         if fault := _fault(episode, "names a legal action"):
             return fault
-        asked, recorded = asked | _speakers(player, backend), recorded | _with_turns(episode)
+        asked, recorded = asked | _asked(player, backend), recorded | _with_turns(episode)
         if not recorded and env and env.succeeded and not env.invalid:
             return "of which an episode that succeeded by valid actions alone has no turn: return a part with turns"
     if not asked:
@@ -321,7 +321,7 @@ def _fault(episode: Episode, replies: str) -> str:
     return f"of which an episode where every reply {replies} fails ({why}): mend it"
 
 
-def _speakers(player: EpisodePlayer, backend: _Scripted) -> set[str]:
+def _asked(player: EpisodePlayer, backend: _Scripted) -> set[str]:
     """The policies and bases whose agents were asked."""
     return {player.agents[name] for name in backend.asked}
 
