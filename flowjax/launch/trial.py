@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,8 +34,10 @@ from flowjax.envs import (
     find_world,
     is_refusal,
 )
+from flowjax.envs.demonstrations import base_words
 from flowjax.envs.pool import EnvPool, PooledEnv, check_repeats, random_walk
 from flowjax.fields import shown
+from flowjax.models.nano import build_tokenizer
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 from flowjax.rollout.episode import EpisodePlayer
 from flowjax.run import Run
@@ -179,7 +182,12 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
     task = task_at(tasks, 0)
     if kind(**task_options(config, task.source)).STEPS_WAIT:
         return
-    codecs = _codecs(run)
+    named = f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}"
+    try:
+        codecs = _codecs(run)
+    except Exception as error:  # a user's world lists the words
+        yield fails(f"{named}, of whose words no tokenizer can be made", error)
+        return
 
     def first() -> Iterator[Task]:  # read one by one: they may be slow to make
         return (task_at(tasks, index) for index in range(min(_FIRST_TASKS, len(tasks))))
@@ -214,7 +222,6 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
             check_repeats(between, again, where="on a new env object of another process", remedy=remedy)
         return ""
 
-    named = f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}"
     at_random = f"{named}, where legal actions are taken at random"
     found: list[str] = []
     try:
@@ -332,12 +339,20 @@ def _with_turns(episode: Episode) -> set[str]:
 
 
 def _codecs(run: Run) -> dict[str, Codec]:
-    """The codec of each agent, where its base model's tokenizer is here."""
-    limit, by_base = run.config.rollout.max_prompt_tokens, dict[str, Codec]()
+    """The codec of each agent whose base model's tokenizer is here, or is that of a nano base which is still to be
+    made."""
+    config, by_base = run.config, dict[str, Codec]()
     for name, base in run.bases.items():
-        if (Path(base.model.path) / "tokenizer.json").exists():
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(base.model.path)
+            if not (folder / "tokenizer.json").exists():
+                if base.model.nano is None:
+                    continue
+                folder = Path(made)
+                build_tokenizer(base_words(run, name, find_world(config.env.name)(**config.env.options)), folder)
             options = base.model.template_options.to_dict()
-            by_base[name] = Codec(base.model.path, max_prompt_tokens=limit, template_options=options)
+            limit = config.rollout.max_prompt_tokens
+            by_base[name] = Codec(folder, max_prompt_tokens=limit, template_options=options)
     speaks = {agent: run.policies[of].base.name if of in run.policies else of for agent, of in run.agents.items()}
     return {agent: by_base[base] for agent, base in speaks.items() if base in by_base}
 

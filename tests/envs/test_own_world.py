@@ -432,7 +432,7 @@ def test_a_workflow_may_leave_out_episodes_that_fail(countdown: type[World], wor
     notes: list[str] = []
     assert not list(check_episode(resolve(config), notes, limit_s=3600.0))
     (note,) = notes
-    assert "of which no episode of the trial has a turn" in note and "if no episode ever has one, nobody learns" in note
+    assert "of which no episode of the trial has a turn" in note and "If no episode ever has one, nobody learns" in note
 
 
 @pytest.mark.parametrize(("limit", "refused"), [(8, True), (1024, False)])

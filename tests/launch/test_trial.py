@@ -11,10 +11,12 @@ import pytest
 
 from flowjax.config import default_config
 from flowjax.launch import preflight
+from flowjax.launch.command_line import load_recipe
 from flowjax.launch.trial import check_episode, check_tasks
 from flowjax.models.nano import build_tokenizer
 from flowjax.run import resolve
 
+ROOT = Path(__file__).parents[2]
 COUNTER = '''
 import fcntl
 import functools
@@ -261,6 +263,20 @@ def test_prompts_are_measured_by_the_base_that_reads_them(tmp_path: Path):
     others = {"judge": {"model": {"path": str(tmp_path / "elsewhere")}}}
     [fault] = found(base=tmp_path / "base", limit=1, others=others, prompt="compact")
     assert "the first prompts have 2 tokens or more" in fault
+
+
+@pytest.mark.parametrize(("limit", "refused"), [(7, True), (96, False)])
+def test_first_prompts_of_problems_in_a_file_are_measured_before_there_is_a_base(
+    limit: int, refused: bool, tmp_path: Path
+):
+    problems = [{"question": f"What is {number} and {number}?", "answer": f"#### {2 * number}"} for number in range(99)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    config = load_recipe(f"{ROOT}/configs/math.py:nano_direct")
+    config.env.options.path, config.model.path = str(tmp_path / "own.jsonl"), str(tmp_path / "base")
+    config.rollout.max_prompt_tokens = limit
+    faults = list(check_episode(resolve(config), []))
+    message = f"the first prompts have [0-9]+ tokens or more, but config.rollout.max_prompt_tokens is {limit}"
+    assert len(faults) == refused and all(re.search(message, text) for text in faults)
 
 
 def test_a_workflow_may_leave_out_turns_without_an_action():
