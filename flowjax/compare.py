@@ -208,16 +208,15 @@ def _check_rewarded(evaluations: Sequence[Path]) -> None:
 def _played_otherwise(first: Sequence[Path], second: Sequence[Path]) -> Iterator[str]:
     """A line on each setting of play in which the evaluations differ, and one on those whose settings are not known."""
     settings: dict[str, list[dict[str, Any]]] = {"A": [], "B": []}
-    unknown: list[Path] = []
+    unknown: dict[Path, str] = {}
     for name, side in zip("AB", (first, second), strict=True):
         for run in (_run_of(evaluation_of(path)) for path in side):
             try:
                 settings[name].append(_play(load_run(run)))
-            except ConfigError:
-                unknown.append(run)
-    if unknown:
-        folders = ", ".join(map(str, unknown))
-        yield f"{folders}: no config.json can be read, so other settings of play may differ there"
+            except ConfigError as error:
+                unknown[run] = str(error)
+    for run, error in unknown.items():
+        yield f"{run}: its settings of play are not known, and may differ ({error})"
     for field in dict.fromkeys(field for side in settings.values() for play in side for field in play):
         values = {name: [_value(play, field) for play in side] for name, side in settings.items()}
         values = {name: [value for value in side if value is not _COMPARED] for name, side in values.items()}

@@ -55,7 +55,7 @@ case $tier in
     pyright > "$types" 2>&1 &
     checker=$!
     trap 'kill "$checker" 2> /dev/null || true; rm -f "$types"' EXIT  # a status of its own would be the script's
-    plain check -n 2 --dist loadfile -m "not integration and not slow and not soak" "$@"
+    plain check -n 3 --dist loadfile -m "not integration and not slow and not soak" "$@"
     wait "$checker" || { cat "$types"; exit 1; }
     tail -n 1 "$types"
     # alone, because it uses every core

@@ -119,7 +119,13 @@ def test_what_was_sampled_in_another_way_is_said(tmp_path: Path):
     assert "config.env.options.topk is left out in A and 5 in B: part of" in text
     (a2 / "config.json").write_text("{")
     text = printed([a], [a2])
-    assert f"{a2}: no config.json can be read, so other settings of play may differ there" in text
+    assert f"{a2}: its settings of play are not known, and may differ ({a2 / 'config.json'} cannot be read" in text
+    config = default_config()
+    config.policies = {"x": {"renamed": 1}}  # a field that there was when the run was made
+    save_run(config, a2)
+    text = printed([a], [a2])
+    assert "its settings of play are not known, and may differ (config.policies.x.renamed is set" in text
+    assert "config.json" not in text
 
 
 def test_every_setting_of_play_that_differs_is_said(tmp_path: Path):

@@ -70,13 +70,15 @@ def outrun(folder: Path, batches: int) -> Iterator[None]:
 
 
 def is_early(folder: Path, batches: int) -> bool:
-    """Whether a step now would train on tokens that are not yet `batches` versions old, but for those of the first."""
+    """True where a step now would train on tokens that are not yet about `batches` versions old: those of the first
+    version cannot be."""
     status = read_status(folder, "dataflow").get("policies", {})
     if not status:
         return False
     trainer = load_run(folder).trainer
     (policy,) = status.values()
-    ahead = min(batches, trainer.steps - policy["committed"] - 1)  # beside the batch that is under way
+    # Beside the batch that is under way, and one for which a version was made that a stopped trainer has not reported.
+    ahead = min(batches, trainer.steps - policy["committed"]) - 1
     return policy["committed"] > 0 and policy["ready_groups"] < ahead * trainer.groups_per_step
 
 
