@@ -165,9 +165,12 @@ def _words(run: Run) -> Iterator[str]:
         try:
             world = kind(**config.env.options.to_dict())
             known = json.loads(file.read_text())["model"]["vocab"] if file.exists() else base_words(run, name, world)
-            played = [kind(**task_options(config, source)) for source in config.env.sources or ("",)]
-            asked = [world for world in played if not is_executor(run, name, world)]
-            lacking = [word for world in asked for word in base_words(run, name, world) if word not in known]
+            lacking: list[str] = []
+            for source in config.env.sources or ("",):
+                with naming_options_of(source, config):
+                    world = kind(**task_options(config, source))
+                if not is_executor(run, name, world):
+                    lacking += [word for word in base_words(run, name, world) if word not in known]
         except Exception as error:  # a user's world may fail in any way
             yield fails(f"config.env.name is {config.env.name!r}, whose words cannot be read", error)
             continue

@@ -80,13 +80,14 @@ def test_what_one_policy_has_of_its_own_is_checked_under_its_name(section, value
         ({"termz": 3}, {"terms": 3}, "config.env.options.termz is no option of Math"),
     ],
 )
-def test_options_of_a_source_are_refused_under_its_name(shared, own, named):
+def test_options_of_a_source_are_refused_under_its_name(shared, own, named, tmp_path):
     config = sokoban.get_config("nano")
-    config.model.path, config.env.name = "", "flowjax.envs.math:Math"
+    config.model.path, config.env.name = str(tmp_path / "base"), "flowjax.envs.math:Math"
     config.env.options = shared
     config.env.sources = {"short": {}, "long": {"options": own}}
     found = inspect_run(resolve(config), 1, None)
-    assert any(text.startswith(named) for text in found["problems"] + found["here"]), found
+    said = [text for text in found["problems"] + found["here"] if text.startswith("config.env.")]
+    assert said and all(text.startswith(named) for text in said), found
 
 
 @pytest.mark.parametrize(
