@@ -77,8 +77,9 @@ def is_early(folder: Path, batches: int) -> bool:
         return False
     trainer = load_run(folder).trainer
     (policy,) = status.values()
-    # Beside the batch that is under way, and one for which a version was made that a stopped trainer has not reported.
-    ahead = min(batches, trainer.steps - policy["committed"]) - 1
+    # A stopped trainer may hold the next batch beside the one that is under way, and have made a version of a third one
+    # that it has not reported.
+    ahead = min(batches - 1, trainer.steps - policy["committed"] - 3)
     return policy["committed"] > 0 and policy["ready_groups"] < ahead * trainer.groups_per_step
 
 
