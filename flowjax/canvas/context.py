@@ -237,20 +237,24 @@ class CallContext:
         """See `flowjax.canvas.operators.Context`.
 
         Raises:
-            TypeError: `messages` is no list of messages. Sent on, it would raise in the backend, and count as an
-                outage of that.
+            TypeError: `messages` is no list of messages, or JSON cannot hold these or the schema. Sent on, it would
+                raise in the backend, and count as an outage of that.
         """
         messages = tuple(messages)
         for each in messages:
             said = [each.get(name) for name in ("role", "content")] if isinstance(each, Mapping) else [None]
             if not all(isinstance(text, str) for text in said):
                 raise TypeError(f'ask takes a list of messages such as {{"role": "user", "content": text}}: {each!r}')
+        try:
+            json.dumps([[dict(each) for each in messages], schema])
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"ask takes messages and a schema that JSON can hold ({error})") from error
         request = Request(
             messages,
-            self._sampling.temperature if temperature is None else temperature,
+            self._sampling.temperature if temperature is None else float(temperature),  # numpy's is none for JSON
             self._sampling.top_p,
             self._sampling.max_new_tokens,
-            self._seed + seed,
+            self._seed + int(seed),
             schema,
             {
                 "operator": self._operator,
@@ -287,11 +291,13 @@ class CallContext:
                 return completion
             except BaseException as error:  # cancelled ones, too: all end without an answer
                 self.complete = False
-                if isinstance(error, asyncio.CancelledError):
+                # Cancelled from outside, as by the deadline; or else by the backend itself, which is an outage.
+                cancelled = isinstance(error, asyncio.CancelledError)
+                if cancelled and (task := asyncio.current_task()) is not None and task.cancelling():
                     self._meter.unanswered_s = max(self._meter.unanswered_s, time.monotonic() - asked_s)
                 elif isinstance(error, BackendUnavailable):
                     self.away = error
-                elif isinstance(error, Exception) and not isinstance(error, BackendError):
+                elif cancelled or (isinstance(error, Exception | SystemExit) and not isinstance(error, BackendError)):
                     self.away = BackendUnavailable(f"{type(error).__name__}: {error}")
                     raise self.away from error
                 raise

@@ -22,6 +22,7 @@ from flowjax.canvas.backends.config import BackendConfigError, open_backends, re
 from flowjax.canvas.backends.openai import OpenAIBackend
 from flowjax.canvas.operators import OperatorError, object_form, object_of, object_schema
 from flowjax.canvas.operators.registry import OperatorRegistryError, load_operators
+from flowjax.fields import shown, type_problem
 from flowjax.grading.sandbox import BUBBLEWRAP, Isolation, IsolationError, require_isolation
 
 PROBE = "Reply with the word ready."
@@ -93,7 +94,7 @@ async def _answers(name: str, backend: Backend, timeout_s: float) -> Finding:
         seconds, text = time.monotonic() - started_s, " ".join(completion.text.split())[:60]
     except TimeoutError:
         return Finding(subject, False, f"no answer within {timeout_s:g} s")
-    except Exception as error:  # a user's own backend may raise anything; it is the finding
+    except (Exception, SystemExit) as error:  # a user's own backend may raise anything; it is the finding
         # A backend of rules, or a user's own, may answer operators' requests and refuse this one. An endpoint must not.
         refused = isinstance(error, BackendError) and not isinstance(error, BackendUnavailable)
         if refused and not isinstance(backend, OpenAIBackend):
@@ -146,7 +147,10 @@ def main(argv: Sequence[str]) -> int:
         given = _configured(arguments.config, options)
         engines = [name for name, each in given.items() if isinstance(each, Mapping) and each.get("kind") == "run"]
         given = {name: each for name, each in given.items() if name not in engines}
-        extra = [*options.get("extra_operators", ()), *arguments.operators]
+        extra = options.get("extra_operators", ())
+        if problem := type_problem(Sequence[str], extra):
+            raise BackendConfigError(f"extra_operators is {shown(extra)}: {problem}")
+        extra = [*extra, *arguments.operators]
         no_isolation = arguments.allow_no_isolation or bool(options.get("allow_no_isolation"))
         found = asyncio.run(_examine(given, extra, no_isolation, arguments.timeout_s))
     except BackendConfigError as error:

@@ -42,7 +42,7 @@ from flowjax.canvas.graph import (
     steps_of,
 )
 from flowjax.canvas.operators import Operator
-from flowjax.canvas.run import branch_seeds
+from flowjax.canvas.run import as_asked, branch_seeds
 from flowjax.canvas.text import NAME, parse, show
 from flowjax.canvas.values import Problem
 
@@ -335,7 +335,7 @@ def python_form(
     """
     numbered = workflow.numbered()
     title = show(numbered, ids=True).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
-    writer = _Writer(operators)
+    writer = _Writer(operators, default_backend)
     writer.add("workflow", numbered.root, seed, 0)
     return _FILE.format(
         title=textwrap.fill(title, 116, break_long_words=False, break_on_hyphens=False) or "(an empty workflow)",
@@ -358,8 +358,8 @@ def _literal(config: Mapping[str, Mapping[str, Any]]) -> str:
 class _Writer:
     """Writes the functions of a workflow: those of branches and deep nodes before those that call them."""
 
-    def __init__(self, operators: Mapping[str, type[Operator]]):
-        self._operators = operators
+    def __init__(self, operators: Mapping[str, type[Operator]], default_backend: str):
+        self._operators, self._default_backend = operators, default_backend
         self.functions: list[str] = []
 
     def add(self, name: str, node: Node, seed: int, level: int) -> None:
@@ -400,7 +400,8 @@ class _Writer:
 
     def _parallel(self, node: Parallel, seed: int, level: int) -> str:
         named = []
-        for branch, branch_seed in zip(node.branches, branch_seeds(node, seed, level), strict=True):
+        asked = tuple(as_asked(branch, self._operators, self._default_backend) for branch in node.branches)
+        for branch, branch_seed in zip(node.branches, branch_seeds(Parallel(asked), seed, level), strict=True):
             name = f"branch_{node.id}_{len(named) + 1}"
             self.add(name, branch, branch_seed, level + 1)
             named.append(f"({name}, {branch_seed})")

@@ -94,12 +94,13 @@ class PublishedCanvasEnv(CanvasEnv):
 
     def _read(self, text: str) -> Action | Unreadable:
         read = super()._read(text)
-        if isinstance(read, Unreadable) and self._options.lenient:
-            mended = parse_leniently(text, self._operators)
-            if not isinstance(mended, Unreadable):
-                self._repaired += 1
-                return mended
-        return read
+        if not self._options.lenient:
+            return read
+        mended = _read_again(read, text, self._operators)
+        if isinstance(mended, Unreadable) or mended == read:
+            return read
+        self._repaired += 1
+        return mended
 
     def _take(self, action: Action, problem: Problem) -> str:
         before = self._run
@@ -261,6 +262,24 @@ def parse_leniently(text: str, operators: Collection[str]) -> Action | Unreadabl
         return action
     try:
         return _Repair(text, operators).action()
+    except GrammarError as error:
+        return Unreadable(str(error))
+
+
+def _read_again(read: Action | Unreadable, text: str, operators: Collection[str]) -> Action | Unreadable:
+    """The action of a text that was read as `read`: its likeliest meaning, with names and counts corrected.
+
+    What could be read is corrected itself, since `text` may be its form on one line, which only `read` knows.
+    """
+    if isinstance(read, Unreadable):
+        return parse_leniently(text, operators)
+    if not _needs_repair(read, operators):
+        return read
+    repair = _Repair(text, operators)
+    try:
+        if isinstance(read, Add):
+            return replace(read, piece=repair.corrected_piece(read.piece))
+        return replace(read, operator=repair.name(read.operator)) if isinstance(read, Modify) else read
     except GrammarError as error:
         return Unreadable(str(error))
 

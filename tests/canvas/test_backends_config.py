@@ -1,6 +1,7 @@
 """Backends from a config: what is wrong is said at start-up, with its remedy and without secrets."""
 
 import asyncio
+import math
 import sys
 import types
 
@@ -77,6 +78,7 @@ def test_options_that_are_none_are_not_given():
         ({"identity": 1}, r"identity is 1: give text"),
         ({"api_key_env": "NOT_SET_HERE"}, r"api_key_env names .* NOT_SET_HERE, which is not set: export it"),
         ({"timeout_s": 0}, r"timeout_s is 0: give a number above 0"),
+        ({"timeout_s": math.inf}, r"timeout_s is inf: give a number above 0"),
         ({"timeout_s": "5"}, r"timeout_s is '5': give a number above 0"),
         ({"retries": 1.5}, r"retries is 1\.5: give a whole number from 0 on"),
         ({"concurrency": True}, r"concurrency is True: give a whole number above 0"),
@@ -127,6 +129,26 @@ def test_a_backend_of_ones_own():
     (backend,) = backends_from_config({"mine": {"kind": kind, "name": "mine", "tokens": 3}}).values()
     assert isinstance(backend, Echo) or type(backend).__name__ == "Echo"
     assert backend.identity == "mine"
+
+
+OWN = """class Own:
+    identity = "own"
+    def __init__(self, prices): ...
+    async def complete(self, request): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("prices", "message"),
+    [({"in": 1}, r"backends\.mine\.prices\.in is not"), ("free", r"mine\.prices is 'free': give a")],
+)
+def test_prices_of_a_backend_of_ones_own_are_those_that_prompts_show(tmp_path, monkeypatch, prices, message):
+    (tmp_path / "own_priced.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"kind": "own_priced:Own", "prices": {"prompt": 1.0, "sampled": 2.0}}
+    assert backends_from_config({"mine": own})["mine"].identity == "own"
+    with pytest.raises(BackendConfigError, match=message):
+        backends_from_config({"mine": {**own, "prices": prices}})
 
 
 @pytest.mark.parametrize(
@@ -180,6 +202,7 @@ def test_an_offline_backend():
         (5, r"backends\.s\.rules is 5: give a tuple"),
         (["42"], r"backends\.s\.rules\[0\] is '42': give a dict"),
         ([{"answer": 42}], r"backends\.s\.rules\[0\]\.answer is 42: give text"),
+        ([{"answer": []}], r"rules\[0\]\.answer is empty: give a text"),
         ([{"answer": ["42", 41]}], r"rules\[0\]\.answer is \('42', 41\): give text"),
         ([{}, {"delay_s": "1"}], r"rules\[1\]\.delay_s is '1': give a number"),
         ([{"delay_s": -1}], r"rules\[0\]\.delay_s is -1: it must be at least 0"),

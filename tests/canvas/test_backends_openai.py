@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from flowjax.canvas.backends import Backend, BackendError, Prices, Request
+from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable, Prices, Request
 from flowjax.canvas.backends.openai import Limiter, OpenAIBackend, Patience, RateLimits, retry_after_s
 from flowjax.canvas.context import Budget
 from tests.canvas.chat_server import ChatServer, Reply, chat, refusal, serving, streamed
@@ -290,6 +290,15 @@ def test_equal_endpoints_take_turns_and_stand_in_for_each_other():
             for _ in range(4):  # no waiting while another is free
                 await backend.complete(REQUEST)
             assert len(good.bodies) == 4
+        async with serving(lambda body: refusal(401, "no")) as wrong, serving() as good, client(wrong, good) as backend:
+            for _ in range(4):  # one that refuses all is no reason to fail either
+                await backend.complete(REQUEST)
+            assert (len(wrong.bodies), len(good.bodies)) == (2, 4)
+        refusing = [lambda body: refusal(403, "no")]
+        async with serving(*refusing) as one, serving(*refusing) as two, client(one, two) as backend:
+            with pytest.raises(BackendUnavailable, match="refuses the request with HTTP 403: no"):
+                await backend.complete(REQUEST)
+            assert (len(one.bodies), len(two.bodies)) == (1, 1)
 
     go(scenario())
 

@@ -119,6 +119,13 @@ def test_an_installed_package_offers_operators(own_module: Path):
         ('outputs = (Field("answer"),)', 'outputs = (Field("answer", "number"),)', "kind 'number': give one of text"),
         ('outputs = (Field("answer"),)', 'outputs = (Field("answer", "flag"),)', "is 'text' everywhere"),
         ('inputs = (Field("answer"),)', 'inputs = (Field("answer"), Field("answer"))', "'answer' twice"),
+        ('outputs = (Field("answer"),)', "outputs = (Field(None),)", "outputs has a field named None: give one word"),
+        ('outputs = (Field("answer"),)', 'outputs = (Field("the end"),)', "has a field named 'the end': give one word"),
+        (
+            "    async def run",
+            "    def __init__(self, loud): ...\n    async def run",
+            "__init__ cannot be called without",
+        ),
         ("async def run", "async def work", "run is missing: implement async def run"),
         ("async def run", "def run", "run cannot be awaited: write it as async def run"),
         ("inputs, context)", "inputs)", r"run cannot be called so \(too many positional arguments\): write it as"),
@@ -208,6 +215,16 @@ def test_operators_of_words_give_what_their_interface_says():
     ]
     outputs, _ = use(own, "Who?", {"names": ("a", "b")}, '{"order": "b, a", "best": "b"}')
     assert outputs == {"order": "b, a", "best": "b"}
+    for argument, field in {
+        "plan: Optional[List[str]] = None": ("plan", "text", False),  # that field is text everywhere
+        "hints: Optional[List[str]]": ("hints", "texts", True),
+        "rules: Dict[str, List[int]] = {}": ("rules", "text", False),
+        "names: str = 'a, b'": ("names", "text", False),
+    }.items():
+        (_, read) = prompted("Own", "Own.", f"f(problem: str, {argument}) -> 'answer'").inputs
+        assert (read.name, read.kind, read.required) == field
+    checker = prompted("Look", "Looks.", "f(problem: str, x: tuple = ()) -> dict with key 'passed' (bool)")
+    assert checker.role == "checker" and [field.name for field in checker.outputs] == ["passed"]
     translate = prompted("Translate", "In English.", "translate(problem: str) -> dict with key 'translation'")
     assert use(translate, "Wer?", None, "Who?")[0] == {"translation": "Who?"}
 

@@ -1,15 +1,22 @@
 """What a run of a workflow does, construct by construct, and what becomes of failures."""
 
 import asyncio
+import json
 import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import pytest
 
+from flowjax.canvas.backends import Completion, Request
 from flowjax.canvas.context import Sandbox
 from flowjax.canvas.graph import Call, Parallel, Sequence, Workflow
-from flowjax.canvas.operators import Operator
+from flowjax.canvas.operators import Context, Operator
 from flowjax.canvas.run import run
-from flowjax.canvas.values import Field, Problem, Value
+from flowjax.canvas.values import Field, Problem, State, Value, WorkflowRun
 from flowjax.grading.sandbox import Limits
 from tests.canvas.toy_operators import (
     PROBLEM,
@@ -145,6 +152,9 @@ def test_equal_branches_get_seeds_of_their_own_and_others_do_not():
     assert len(set(seeds("[[Ask, Ask], [Ask, Ask]]"))) == 4
     assert seeds("[A -> Ask, A -> Ask]") == three[:2]  # equal whatever their nodes' ids are
     assert seeds("(Ask) * 3") == [0, 0, 0]
+    # Written in another way, asked the same.
+    assert seeds("[Ask, Ask@small]") == three[:2]
+    assert seeds(f'[Ask, Ask{{"{Ask.instruction}"}}]') == three[:2]
 
 
 def test_equal_branches_may_bind_to_their_own_nodes():
@@ -373,3 +383,51 @@ def test_texts_must_be_a_tuple_of_texts():
     assert giving(("one", "two")) == ""
     assert "as texts, but gave a Python list" in giving(["one"])  # pyright: ignore[reportArgumentType]
     assert "as texts, but gave a Python tuple" in giving((1,))  # pyright: ignore[reportArgumentType]
+
+
+@dataclass
+class Raising(Echo):
+    error: BaseException = field(default_factory=Exception)
+
+    async def complete(self, request: Request) -> Completion:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), ValueError("odd")])
+def test_whatever_a_backend_raises_is_an_outage_and_other_workflows_go_on(error: BaseException):
+    async def both() -> tuple[WorkflowRun, WorkflowRun]:
+        raising = {"small": Raising(error=error)}
+        return await asyncio.gather(going("Ask", Ask, backends=raising), going("Ask", Ask, backends={"small": Echo()}))
+
+    away, fine = asyncio.run(both())
+    assert away.status == "executor_error" and type(error).__name__ in away.error
+    assert fine.status == "ok"
+
+
+def test_an_operator_that_would_end_the_process_fails_alone():
+    def leave(given: State, context: Context) -> Mapping[str, Value]:
+        sys.exit("bye")
+
+    result = go("A -> Leave", A, operator("Leave", (), text_in("feedback"), leave))
+    assert (result.status, result.answer) == ("error", go("A", A).answer) and "SystemExit: bye" in result.error
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"seed": np.int64(3), "temperature": np.float32(0.5)}, ""),
+        ({"schema": {"enum": {"A", "B"}}}, "TypeError: ask takes messages and a schema that JSON can hold"),
+        ({"messages": [{"role": "user", "content": "x", "image": b"y"}]}, "TypeError: ask takes messages and a schema"),
+    ],
+)
+def test_what_no_endpoint_could_be_sent_is_the_operator_s_fault(asked: dict[str, Any], error: str):
+    class Odd(Ask):
+        async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+            given = {"messages": [{"role": "user", "content": "x"}], **asked}
+            return {"answer": await context.ask(given.pop("messages"), **given)}
+
+    backend = Echo()
+    result = go("Ask", Odd, backends={"small": backend}, seed=1)
+    assert result.status == ("error" if error else "ok") and error in result.error
+    for request in backend.asked:
+        assert json.dumps([request.seed, request.temperature]) == "[4, 0.5]"

@@ -540,6 +540,22 @@ def test_mending_is_an_option_and_counted():
     assert not begin()[0].step(nearly).valid
 
 
+@pytest.mark.parametrize(
+    ("said", "workflow"),
+    [
+        ("add custom", "Custom#n1"),
+        ("<action>add</action><operator>costum</operator>", "Custom#n1"),
+        ("add (Custom) * 20", "(Custom#n2) * 10#n1"),
+        ("add Custom", "Custom#n1"),
+        ("add Nothing_like_it", ""),
+    ],
+)
+def test_names_and_counts_of_a_readable_action_are_mended(said: str, workflow: str):
+    step = begin(world=PublishedCanvas)[0].step(said)
+    assert (step.valid, step.observation.view.workflow) == (bool(workflow), workflow)
+    assert step.outcome["repaired_actions"] == float(bool(workflow) and said != "add Custom")
+
+
 def test_a_grammar_is_refused_where_it_cannot_be_kept_to():
     config = runpy.run_path(str(ROOT / "configs" / "canvas.py"))["get_config"]("nano")
     config.rollout.structured_outputs = True

@@ -35,7 +35,7 @@ def played(source: str, *, verdict: str = FAILS) -> tuple[Workflow, WorkflowRun]
     workflow = parse(source)
     problem = Problem("How many apples?", "qa")
     backends = {"offline": OfflineBackend(rules)}
-    operators = {**OPERATORS, "Critic": Critic}
+    operators = {**OPERATORS, "Critic": Critic, "Coder": Coder}
     played = run(workflow, problem, operators=operators, backends=backends, default_backend="offline")
     return workflow, asyncio.run(played)
 
@@ -50,8 +50,18 @@ class Critic(Operator):
         return {"passed": True, "feedback": f"I looked at {inputs['answer']}."}
 
 
+class Coder(Operator):
+    """Writes a program, and no answer."""
+
+    name, description, role, instruction = "Coder", "codes", "solver", ""
+    inputs, outputs = (Field("problem"),), (Field("code", "code"),)
+
+    async def run(self, inputs: State, context: Context) -> Mapping[str, Value]:
+        return {"code": "x = 1"}
+
+
 def measured(source: str, **options: str) -> Structure:
-    return measure(*played(source, **options), ROLES)
+    return measure(*played(source, **options), ROLES, ("answer",))
 
 
 def test_plans_and_mentions_earn_nothing():
@@ -68,6 +78,20 @@ def test_what_does_not_touch_the_answer_does_not_count():
     assert measured("[Custom, AnswerGenerate]") == Structure()  # nothing is made of the candidates
     after = measured('AnswerGenerate -> [Custom, Custom{"Guess."}] -> ScEnsemble')
     assert after.operators == 4 and after.branching == 1  # the branches read the first answer
+
+
+def test_a_branch_that_was_no_candidate_does_not_count():
+    assert measured("[Coder, Custom] -> ScEnsemble") == measured("[Custom] -> ScEnsemble")
+    workflow, run = played("[Coder, Custom] -> ScEnsemble")
+    candidates = run.state["candidates"]
+    assert isinstance(candidates, tuple) and len(candidates) == 1
+    assert measure(workflow, run, ROLES).branching == 1  # where the kind of problem is not known
+
+
+def test_a_binding_from_which_nothing_was_read_does_not_count():
+    source = "Custom -> [Custom#a, AnswerGenerate#b] -> Revise{} -> Format{}"
+    plain, bound = (measured(source.format(*given)) for given in (("", ""), ("{code=a.code}", "{code=b.code}")))
+    assert plain.branching == 0 and bound == plain
 
 
 def test_failed_steps_do_not_count():

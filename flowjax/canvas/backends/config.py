@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import inspect
 import json
+import math
 import os
 import re
 import runpy
@@ -78,9 +79,14 @@ async def open_backends(config: Mapping[str, Mapping[str, Any]]) -> AsyncIterato
     try:
         yield backends
     finally:
-        for backend in backends.values():
-            if (close := getattr(backend, "close", None)) is not None and inspect.isawaitable(closing := close()):
-                await closing
+        await close_backends(backends)
+
+
+async def close_backends(backends: Mapping[str, Backend]) -> None:
+    """Close those that have a `close`, async or not."""
+    for backend in backends.values():
+        if (close := getattr(backend, "close", None)) is not None and inspect.isawaitable(closing := close()):
+            await closing
 
 
 def read_options(source: str, flag: str = "--config") -> Mapping[str, Any]:
@@ -180,6 +186,8 @@ def _offline(where: str, given: Options) -> Backend:
             _refuse_unknown(f"{where}.rules[{index}]", rule, tuple(_RULE_TYPES))
             _check_types(f"{where}.rules[{index}]", rule, _RULE_TYPES)
             _check_pattern(f"{where}.rules[{index}].text", rule.get("text", ""))
+            if rule.get("answer") in ([], ()):
+                raise BackendConfigError(f"{where}.rules[{index}].answer is empty: give a text, or several")
     prices = _prices(where, given)
     return OfflineBackend([rule if isinstance(rule, Rule) else Rule(**rule) for rule in rules], prices=prices, **given)
 
@@ -188,6 +196,8 @@ def _of_path(where: str, path: str, given: Options) -> Backend:
     make: Callable[..., Backend] = load_named(f"{where}.kind", path, BackendConfigError)
     try:
         _check_types(where, given, declared_types(make.__init__ if isinstance(make, type) else make))
+        _check_types(where, given, {"prices": Mapping[str, Any]})
+        _prices(where, dict(given))  # where it takes any: prompts show them
         backend = make(**given)
     except TypeError as error:
         raise BackendConfigError(f"{where}: {path} does not take the options {sorted(given)}: {error}") from error
@@ -260,7 +270,7 @@ def _numbers(where: str, given: Options, names: tuple[str, ...]) -> dict[str, An
         whole = name in ("retries", "concurrency", "failures_in_a_row")
         # In Python a bool is an int, too.
         wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float)
-        if wrong or not (value >= 0 if may_be_zero else value > 0):
+        if wrong or not (value >= 0 if may_be_zero else value > 0) or not math.isfinite(value):
             kind = "a whole number" if whole else "a number"
             raise BackendConfigError(
                 f"{where}.{name} is {value!r}: give {kind} {'from 0 on' if may_be_zero else 'above 0'}"

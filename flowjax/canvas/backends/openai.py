@@ -122,11 +122,11 @@ _PATIENCE = Patience()
 
 class _TryAgain(Exception):
     """A failed try that is worth repeating. `after_s` is the wait that the endpoint asks for, if it does; `busy` says
-    that it works and is overloaded."""
+    that it works and is overloaded; `other_only` that only another endpoint may answer."""
 
-    def __init__(self, message: str, after_s: float | None = None, *, busy: bool = False):
+    def __init__(self, message: str, after_s: float | None = None, *, busy: bool = False, other_only: bool = False):
         super().__init__(message)
-        self.after_s, self.busy = after_s, busy
+        self.after_s, self.busy, self.other_only = after_s, busy, other_only
 
 
 class Breaker:
@@ -307,7 +307,10 @@ class OpenAIBackend:
                     connections.breaker.note_failure(failure, sent_s)
                 _log.info("Backend %s, try %d: %s", self._model, tries + 1, failure)
                 now_s = asyncio.get_running_loop().time()
-                pauses[url] = now_s + self._retry_s(tries // len(order))  # grows after each round of the endpoints
+                # Grows after each round of the endpoints.
+                pauses[url] = math.inf if error.other_only else now_s + self._retry_s(tries // len(order))
+                if all(pauses.get(each) == math.inf for each in order):
+                    raise BackendUnavailable(f"{url} refuses the request with {error}") from error
                 if error.after_s is not None:
                     connections.paused_until_s[url] = now_s + error.after_s
                 if connections.breaker.wait_s > 0:
@@ -338,8 +341,7 @@ class OpenAIBackend:
                 if status in _REFUSALS:
                     raise BackendError(f"{url} refuses the request with {message}")
                 if status not in _RETRIED and status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                    connections.breaker.note_failure(f"{url}: {message}", sent_s)
-                    raise BackendUnavailable(f"{url} refuses the request with {message}")
+                    raise _TryAgain(message, other_only=True)
                 after_s = retry_after_s(headers) if status in _ASKS_TO_WAIT else None
                 raise _TryAgain(message, after_s, busy=status == HTTPStatus.TOO_MANY_REQUESTS)
             answer, text, finish_reason = self._read(content)

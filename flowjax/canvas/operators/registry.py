@@ -14,7 +14,7 @@ import importlib.metadata
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -179,6 +179,10 @@ def _fault(operator: type[Operator]) -> str | None:
     if not inspect.iscoroutinefunction(inspect.unwrap(operator.run)):
         return "run cannot be awaited: write it as async def run(self, inputs, context)"
     try:
+        inspect.signature(operator).bind()
+    except TypeError as error:
+        return f"__init__ cannot be called without arguments ({error}): give each a default"
+    try:
         inspect.signature(operator.run).bind("self", "inputs", "context")
     except TypeError as error:
         return f"run cannot be called so ({error}): write it as async def run(self, inputs, context)"
@@ -190,6 +194,8 @@ def _field_fault(fields: Any) -> str | None:
         return f"is {fields!r}: give a tuple of Field"
     names = [field.name for field in fields]
     for field in fields:
+        if not isinstance(field.name, str) or not NAME.fullmatch(field.name):
+            return f"has a field named {field.name!r}: give one word of the letters A to Z and a to z, digits and _"
         if field.kind not in get_args(Kind):
             return f"has {field.name!r} of kind {field.kind!r}: give one of {', '.join(get_args(Kind))}"
         shared = SHARED_KINDS.get(field.name, field.kind)
@@ -202,8 +208,9 @@ def _field_fault(fields: Any) -> str | None:
     return None
 
 
-_INTERFACE = re.compile(r"\s*\w+\s*\((?P<arguments>.*)\)\s*(?:->(?P<outputs>.*))?", re.DOTALL)
-_ARGUMENT = re.compile(r"(?:^|,)\s*(\w+)\s*(?::\s*([^,=\[\]]*(?:\[[^\]]*\])?))?(\s*=)?")
+_INTERFACE = re.compile(r"\s*\w+\s*\((?P<arguments>.*?)\)\s*(?:->(?P<outputs>.*))?", re.DOTALL)
+_ARGUMENT = re.compile(r"\s*(\w+)\s*(?::\s*([^=]*))?(=)?")
+_SEVERAL = re.compile(r"(optional\[\s*)?(list|sequence|tuple)")
 _QUOTED = re.compile(r"['\"`](\w+)['\"`]")
 # Our names of the published fields; "" for fields that the context provides, or that are not needed.
 _SAME = {
@@ -270,10 +277,9 @@ def prompted(name: str, description: str, interface: str) -> type[Operator]:
         raise OperatorRegistryError(
             f"operator {name} has the interface {interface!r}: give name(field: str, ...) -> dict with key 'field'"
         )
-    arguments = [(argument, kind, bool(default)) for argument, kind, default in _ARGUMENT.findall(read["arguments"])]
     inputs = {PROBLEM.name: PROBLEM}
-    for argument, kind, optional in arguments:
-        if (field := _field(argument, kind, required=not optional)) is not None:
+    for argument in filter(None, map(_ARGUMENT.match, _arguments(read["arguments"]))):
+        if (field := _field(argument[1], argument[2] or "", required=not argument[3])) is not None:
             inputs.setdefault(field.name, field)
     outputs: dict[str, Field] = {}
     for key in _QUOTED.findall(read["outputs"] or "") or ["answer"]:
@@ -295,6 +301,22 @@ def prompted(name: str, description: str, interface: str) -> type[Operator]:
             "__doc__": description,
         },
     )
+
+
+def _arguments(text: str) -> Iterator[str]:
+    """The arguments of an interface: its text cut at the commas that stand in no bracket or quotation."""
+    depth, quote, start = 0, "", 0
+    for place, sign in enumerate(text):
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign == "," and depth == 0:
+            yield text[start:place]
+            start = place + 1
+        else:
+            depth += (sign in "([{") - (sign in ")]}")
+    yield text[start:]
 
 
 class _Prompted(Operator):
@@ -319,7 +341,7 @@ def _field(name: str, kind: str, *, required: bool = True) -> Field | None:
     ours = _SAME.get(name, name)
     if not ours:
         return None
-    declared: Kind = "texts" if kind.strip().lower().startswith(("list", "sequence", "tuple")) else "text"
+    declared: Kind = "texts" if _SEVERAL.match(kind.strip().lower()) else "text"
     return Field(ours, SHARED_KINDS.get(ours, "flag" if kind.strip() == "bool" else declared), required=required)
 
 

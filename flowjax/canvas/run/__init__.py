@@ -26,7 +26,18 @@ from dataclasses import dataclass
 from flowjax.canvas.backends import Backend, BackendError, BackendUnavailable
 from flowjax.canvas.cache import Cache, Outcome, key_of, problem_digest
 from flowjax.canvas.context import UNLIMITED, Budget, BudgetSpent, CallContext, Meter, Sampling, Sandbox
-from flowjax.canvas.graph import Call, Conditional, Loop, Node, Parallel, Sequence, Workflow, without_ids
+from flowjax.canvas.graph import (
+    Call,
+    Conditional,
+    Loop,
+    Node,
+    Parallel,
+    Sequence,
+    Workflow,
+    children,
+    with_children,
+    without_ids,
+)
 from flowjax.canvas.operators import Operator, OperatorError
 from flowjax.canvas.values import (
     Field,
@@ -114,7 +125,7 @@ async def run(
         status, error = "budget", str(spent)
     except BackendUnavailable as away:
         status, error = "executor_error", str(away)
-    answer = scope.state.get(_answer_field(problem), "")
+    answer = scope.state.get(answer_field(problem), "")
     return WorkflowRun(
         answer if isinstance(answer, str) else "",
         status,
@@ -209,14 +220,15 @@ class _Interpreter:
                 await self._loop(node, scope)
 
     async def _parallel(self, parallel: Parallel, scope: _Scope) -> None:
-        scopes = [scope.branch(seed) for seed in branch_seeds(parallel, scope.seed, scope.level)]
+        branches = [as_asked(branch, self._operators, self._default_backend) for branch in parallel.branches]
+        scopes = [scope.branch(seed) for seed in branch_seeds(Parallel(tuple(branches)), scope.seed, scope.level)]
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._branch(branch, inner))
                 for branch, inner in zip(parallel.branches, scopes, strict=True)
             ]
         ends = [task.result() for task in tasks]
-        answer = _answer_field(self._problem)
+        answer = answer_field(self._problem)
         candidates = []
         for inner, end in zip(scopes, ends, strict=True):
             scope.trace += inner.trace
@@ -362,7 +374,7 @@ class _Interpreter:
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
                 return Outcome(error="CancelledError: the operator was cancelled from inside")
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # which would end the event loop, and all other workflows in it
                 if context.away is not None:
                     raise context.away from error
                 _log.warning("Operator %s failed", operator.name, exc_info=True)
@@ -384,7 +396,8 @@ def _status(ending: BudgetSpent | BackendUnavailable | None, outcome: Outcome) -
     return "budget" if ending else "error" if outcome.error else "ok"
 
 
-def _answer_field(problem: Problem) -> str:
+def answer_field(problem: Problem) -> str:
+    """The field of the state in which an answer to the problem stands."""
     return "code" if problem.kind == "code" else "answer"
 
 
@@ -491,6 +504,16 @@ def _kind(value: object) -> str:
 
 
 # ------------------------------------------------------------------------------------------ seeds of branches
+
+
+def as_asked(node: Node, operators: Operators, default_backend: str) -> Node:
+    """The node with the instruction and the backend that its calls leave out, so that those which ask the same are
+    equal."""
+    if isinstance(node, Call):
+        usual = operators[node.operator].instruction if node.operator in operators else ""
+        instruction, backend = node.instruction or usual, node.backend or default_backend
+        return dataclasses.replace(node, instruction=instruction, backend=backend)
+    return with_children(node, tuple(as_asked(child, operators, default_backend) for child in children(node)))
 
 
 def branch_seeds(parallel: Parallel, seed: int, level: int) -> tuple[int, ...]:

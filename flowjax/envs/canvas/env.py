@@ -11,6 +11,7 @@ from flowjax.canvas.cache import Cache
 from flowjax.canvas.edits import EditError
 from flowjax.canvas.graph import Call, Workflow, walk
 from flowjax.canvas.graph import Sequence as Steps
+from flowjax.canvas.run import answer_field, as_asked
 from flowjax.canvas.run import run as run_workflow
 from flowjax.canvas.text import show
 from flowjax.canvas.values import Problem, Usage, WorkflowRun
@@ -152,7 +153,9 @@ class CanvasEnv:
             )
         except (NoProcessorError, OSError) as away:
             raise EnvDied(f"grading: {away}", "executor_error") from away
-        self._structure = measure(edited, run, self._roles)
+        root = as_asked(edited.root, self._operators, self._options.first_backend)
+        asked = dataclasses.replace(edited, root=root)
+        self._structure = measure(asked, run, self._roles, (answer_field(problem),))
         return ""
 
     def _execute(self, workflow: Workflow, problem: Problem) -> Coroutine[Any, Any, WorkflowRun]:

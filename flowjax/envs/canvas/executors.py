@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flowjax.canvas.backends import Backend, Completion, Prices, Request
-from flowjax.canvas.backends.config import BackendConfigError, backends_from_config
+from flowjax.canvas.backends.config import BackendConfigError, backends_from_config, close_backends
 from flowjax.canvas.backends.openai import OpenAIBackend
 from flowjax.canvas.cache import Cache, Outcome
 from flowjax.canvas.context import Sandbox
@@ -166,15 +166,15 @@ def _opened(config: str, run: str, engines: str) -> Mapping[str, Backend]:
         backends = backends_from_config(given)
     except BackendConfigError as error:
         raise WorldError(f"env.options {error}") from error
-    if not any(isinstance(backend, OpenAIBackend) for backend in backends.values()):
-        return backends
-    cache = Cache(path=Path(run) / _CACHE_FILE if run else None)
-    opened = {
-        name: RememberingBackend(backend, cache) if isinstance(backend, OpenAIBackend) else backend
-        for name, backend in backends.items()
-    }
-    _close_at_exit(opened)
-    return opened
+    if any(isinstance(backend, OpenAIBackend) for backend in backends.values()):
+        cache = Cache(path=Path(run) / _CACHE_FILE if run else None)
+        backends = {
+            name: RememberingBackend(backend, cache) if isinstance(backend, OpenAIBackend) else backend
+            for name, backend in backends.items()
+        }
+    if any(hasattr(backend, "close") for backend in backends.values()):
+        _close_at_exit(backends)
+    return backends
 
 
 @functools.cache
@@ -201,16 +201,11 @@ def wait_for(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
 
 
 def _close_at_exit(backends: Mapping[str, Backend]) -> None:
-    """Close the backends' connections when this process ends."""
-
-    async def close() -> None:
-        for backend in backends.values():
-            if isinstance(backend, RememberingBackend):
-                await backend.close()
+    """Close the backends when this process ends. A fault of a user's own harms nothing any more."""
 
     def close_now() -> None:
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            wait_for(close(), _CLOSING_S)
+        with contextlib.suppress(Exception):
+            wait_for(close_backends(backends), _CLOSING_S)
 
     atexit.register(close_now)
 

@@ -7,7 +7,7 @@ reward for structure.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flowjax.canvas.graph import (
@@ -26,7 +26,7 @@ from flowjax.canvas.values import WorkflowRun
 
 Places = frozenset[int]  # of runs in the trace
 Sources = Mapping[str, Places]  # field of the state -> the runs that wrote its newest value
-NEWEST = ("answer", "code")
+NEWEST = ("answer", "code")  # fields in which answers stand: code for a problem of programs, answer for all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,16 @@ class Structure:
     formats: int = 0
 
 
-def measure(workflow: Workflow, run: WorkflowRun, roles: Mapping[str, str]) -> Structure:
-    """The structure behind the answer of a run; `roles` gives each operator's role, by name."""
-    provenance = Provenance(workflow, run, roles)
+def measure(
+    workflow: Workflow, run: WorkflowRun, roles: Mapping[str, str], answers: Collection[str] = NEWEST
+) -> Structure:
+    """The structure behind the answer of a run.
+
+    Args:
+        roles: each operator's role, by name.
+        answers: the field in which answers to the problem stand; either one where it is not known.
+    """
+    provenance = Provenance(workflow, run, roles, answers)
     runs = provenance.contributing()
     used = frozenset(run.trace[place].node_id for place in runs)
     calls = [call for call in workflow.calls() if call.id in used]
@@ -128,8 +135,10 @@ class Provenance:
     turns       loop -> the most times that its body ran in a row
     """
 
-    def __init__(self, workflow: Workflow, run: WorkflowRun, roles: Mapping[str, str]):
-        self._run, self._roles = run, roles
+    def __init__(
+        self, workflow: Workflow, run: WorkflowRun, roles: Mapping[str, str], answers: Collection[str] = NEWEST
+    ):
+        self._run, self._roles, self._answers = run, roles, answers
         self._waiting: defaultdict[str, list[int]] = defaultdict(list)
         for place in reversed(range(len(run.trace))):
             self._waiting[run.trace[place].node_id].append(place)
@@ -149,7 +158,7 @@ class Provenance:
         A deciding check also counts where it read a value that the answer came from.
         """
         used: set[int] = set()
-        found = {place for name in NEWEST if self._answered_by(name) for place in self._final.get(name, ())}
+        found = {place for name in self._answers if self._answered_by(name) for place in self._final.get(name, ())}
         while found:
             used |= found
             found = {source for place in found for source in self.made_from[place]}
@@ -176,7 +185,7 @@ class Provenance:
                 new = (
                     branch.get(name, frozenset()) - sources.get(name, frozenset())
                     for branch, goes_on in ends
-                    for name in NEWEST
+                    for name in self._answers
                     if goes_on
                 )
                 return {**sources, "candidates": frozenset().union(*new)}, True
@@ -197,10 +206,13 @@ class Provenance:
             return sources, False  # the run ended before this call
         place = waiting.pop()
         node_run = self._run.trace[place]
-        bound = [(name, source.partition(".")[0]) for name, source in call.inputs]  # a name may be bound several times
-        read = node_run.inputs.keys() - {name for name, _ in bound}
+        read = node_run.inputs.keys() - {name for name, _ in call.inputs}  # a name may be bound several times
         origins = [sources.get(name, frozenset()) for name in read]
-        origins += [frozenset({self._latest[node]}) for _, node in bound if node in self._latest]
+        for _, source in call.inputs:
+            node, _, output = source.rpartition(".")
+            latest = self._latest.get(node)
+            if latest is not None and output in self._run.trace[latest].outputs:  # else nothing was read
+                origins.append(frozenset({latest}))
         self.made_from[place] = frozenset().union(*origins)
         self._visited.append(place)
         if node_run.status != "ok":
