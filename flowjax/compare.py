@@ -34,6 +34,7 @@ from flowjax.envs.demonstrations import no_shares_of
 from flowjax.fields import shown
 from flowjax.monitor.held_out import METRICS, by_task, evaluation_of, is_share, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
+from flowjax.monitor.trouble import in_words
 from flowjax.run import resolve
 from flowjax.workflows import episode_outcomes
 
@@ -399,7 +400,7 @@ def main(argv: Sequence[str]) -> int:
         first, second = map(evaluations_named, argv[1:])
         compare(first, second, flags.FLAGS.metric, Console() if sys.stdout.isatty() else Console(width=140))
     except (ConfigError, OSError) as error:
-        print(f"compare: {error}", file=sys.stderr)
+        print(f"compare: {in_words(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 2
     return 0
 

@@ -55,6 +55,17 @@ def held(path: Path, *, wait_s: float) -> Iterator[None]:
         yield
 
 
+def remove_folder(folder: Path, *, first: str = "") -> None:
+    """Delete a folder as far as that can be done, the file `first` in it before all others. Of a link to a folder only
+    the link: where it leads is somebody's own."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    if first:
+        (folder / first).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which is renamed into place once all of it is on disk.

@@ -295,8 +295,9 @@ def _opened(path: Path | str) -> sqlite3.Connection:
             finally:
                 os.close(descriptor)
         except PermissionError as error:
-            reason = "belongs to another user: chown it to this one, or copy the run folder"
-            raise LedgerError(f"{path} {reason}") from error
+            mine = Path(path).exists() and Path(path).stat().st_uid == os.geteuid()
+            reason = "may not be written: chmod u+rw it" if mine else "belongs to another user: chown it to this one"
+            raise LedgerError(f"{path} {reason}, or copy the run folder") from error
     db = sqlite3.connect(path, isolation_level=None)  # autocommit: `Transaction` says BEGIN and COMMIT itself
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA journal_mode=WAL")  # readers on another connection (`EpisodeReader`) do not block the writer

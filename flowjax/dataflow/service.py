@@ -267,7 +267,7 @@ class DataflowService:
     async def _episodes(self, message: Any, hold_s: float) -> Answer:
         flow = self._flow
         played = episodes_of(message, self._newest(), flow.needed_outcomes, flow.bounds)
-        worker = sender_of(message)
+        worker = worker_of(message)
         for index, (lease_id, episode) in enumerate(played):
             if leased := flow.ledger.leased(lease_id, episode.episode_id):
                 check_lease(episode, leased, where=f"items[{index}].episode")

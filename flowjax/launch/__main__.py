@@ -63,7 +63,7 @@ from flowjax.monitor.metrics import NewStatus, Progress, clock, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.sinks import forwarding
 from flowjax.monitor.token import make_run_id, send_away
-from flowjax.monitor.trouble import explain
+from flowjax.monitor.trouble import explain, in_words
 from flowjax.run import Run, resolve, write_models
 
 _ANSWERS_S = 10.0  # longest wait for an answer of the dataflow
@@ -194,6 +194,8 @@ def main(argv: Sequence[str]) -> int:
         return _do(argv)
     except (ConfigError, RunInUse) as error:
         return _refuse([str(error)])
+    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:  # of a file of the run
+        return _refuse([in_words(error)])
     except KeyboardInterrupt:  # before any role has started: from then on the session handles signals
         print("stopped", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -205,7 +207,8 @@ def _do(argv: Sequence[str]) -> int:
         if (named := command_line.value_of(argv, flag)) is not None:
             return change(Path(shown), named) if shown else _refuse([f"--{flag} goes with --status=<run folder>"])
     if shown is not None:
-        return _show_status(Path(shown))
+        RunConsole().print(render_status(Path(shown)))
+        return OK
     if any(argument.startswith("--role") for argument in argv):
         return _train(argv)
     request = read_request(argv)
@@ -281,11 +284,6 @@ def _start_ledger_anew(run: Run, console: RunConsole) -> None:
     position = start_anew(run_dir / "dataflow.sqlite", least_position=max([opened, *made]) + ahead)
     say = f"a new ledger in {run_dir}: training goes on with task {position}; the old one lies beside it"
     console.print(say, highlight=False, markup=False, soft_wrap=True)
-
-
-def _show_status(run_dir: Path) -> int:
-    RunConsole().print(render_status(run_dir))
-    return OK
 
 
 def _invite(run_dir: Path, node: str) -> int:

@@ -132,7 +132,13 @@ def differences(one: ConfigDict, other: ConfigDict) -> list[tuple[str, object, o
     """Fields in which two configs differ, by dotted path, with the value in each; None where there is no such field."""
     before, now = _flat(one), _flat(other)
     fields = sorted(before.keys() | now.keys())
-    return [(name, before.get(name), now.get(name)) for name in fields if before.get(name) != now.get(name)]
+    # A map that is empty on one side alone: what the other side has in it is said.
+    filled = {name for name in fields if any(each.startswith(f"{name}.") for each in fields)}
+    return [
+        (name, before.get(name), now.get(name))
+        for name in fields
+        if name not in filled and before.get(name) != now.get(name)
+    ]
 
 
 def _engines(base: Base) -> Iterator[str]:
@@ -365,14 +371,15 @@ def _trainers(run: Run) -> Iterator[str]:
 
 
 def _flat(config: ConfigDict, prefix: str = "") -> dict[str, object]:
-    """Leaves by dotted path; tuples as lists, since a saved config has been through JSON."""
+    """Leaves by dotted path, empty maps among them: {"greso": {}} asks for something. Tuples as lists, since a saved
+    config has been through JSON."""
     leaves: dict[str, object] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"
-        if isinstance(value, ConfigDict):
+        if isinstance(value, ConfigDict) and len(value):
             leaves |= _flat(value, f"{path}.")
         else:
-            leaves[path] = _listed(value)
+            leaves[path] = {} if isinstance(value, ConfigDict) else _listed(value)
     return leaves
 
 

@@ -59,6 +59,11 @@ def explain(error: BaseException) -> str:
     return f"{os.strerror(number)}: {_REMEDIES[number]}" if number in _REMEDIES else ""
 
 
+def in_words(error: OSError) -> str:
+    """File, cause and, where there is one, remedy of an error of the system."""
+    return f"{f'{error.filename}: ' if error.filename else ''}{explain(error) or error.strerror or error}"
+
+
 def is_machine_fault(error: BaseException) -> bool:
     """True if an error is no fault of the data that was processed: too little memory, or a fault of the system."""
     return isinstance(error, OSError | MemoryError) or bool(explain(error)) or _XLA_MEMORY in str(error)

@@ -25,6 +25,7 @@ from typing import Any
 from flowjax.config import ConfigError
 from flowjax.files import replace_file
 from flowjax.monitor.metrics import METRICS_FILE
+from flowjax.monitor.trouble import in_words
 from flowjax.report.page import Made, make_page
 from flowjax.report.pictures import draw_state_graph, learning_curves
 
@@ -51,8 +52,11 @@ def main(argv: Sequence[str]) -> int:
         target = Path(options.get("out") or runs[0] / "report.html")
         page = make_page(runs, groups_per_step=int(options.get("groups") or 0))
         replace_file(target, page, durable=False)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{in_words(error)}; --out=<file> writes it elsewhere", file=sys.stderr)
         return 2
     print(f"{target} ({len(page.encode()) / 2**20:.1f} MB)")
     return 0

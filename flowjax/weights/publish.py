@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import future
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from flowjax.files import FileHeldError, held
+from flowjax.files import FileHeldError, held, remove_folder
 from flowjax.monitor.trouble import explain, quiet_orbax
 
 PyTree = Any
@@ -147,7 +147,8 @@ class _KeepWhole(preservation_policy.PreservationPolicy):
         del context
         whole = {*whole_steps(self._directory), self.saving}
         newest = [info.step for info in checkpoints if info.step in whole][-self._keep :]
-        return [info.step in newest for info in checkpoints]
+        # Orbax fails at a link, as to a folder on another disk: whoever made it may delete it.
+        return [info.step in newest or (self._directory / str(info.step)).is_symlink() for info in checkpoints]
 
 
 class Checkpoints:
@@ -344,15 +345,14 @@ class Checkpoints:
         for entry in self.directory.iterdir():
             step, unfinished, _ = entry.name.partition(".orbax-checkpoint-tmp")  # 3.bak is somebody's own copy
             if step.isdecimal() and (unfinished or not (entry / COMMIT_MARKER).exists()):
-                shutil.rmtree(entry, ignore_errors=True)
+                remove_folder(entry)
 
     def _remove_lost(self, newest: int | None) -> None:
         """Delete the versions beyond the step that the trainer goes on from, the newest first: followers, which serve
         the newest one, so step back through versions that are still there."""
         lost = [step for step in self.committed_steps() if newest is not None and step > newest]
         for step in reversed(lost):
-            (self.directory / str(step) / COMMIT_MARKER).unlink()  # first: then no reader sees half of a version
-            shutil.rmtree(self.directory / str(step))
+            remove_folder(self.directory / str(step), first=COMMIT_MARKER)  # so no reader sees half of a version
         if lost:
             those = ", ".join(map(str, lost))
             _log.warning("versions %s were published after checkpoint %s and are lost: made anew", those, newest)

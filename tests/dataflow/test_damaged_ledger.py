@@ -51,7 +51,18 @@ def test_a_ledger_of_another_user_is_named(tmp_path, monkeypatch, refused):
 
     opened: Any = os.open
     monkeypatch.setattr(f"os.{refused}", refuse)
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
     with pytest.raises(LedgerError, match=r"dataflow.sqlite belongs to another user: chown it"):
+        make_flow(tmp_path)
+
+
+def test_a_ledger_of_this_user_that_may_not_be_written_is_named(tmp_path, monkeypatch):
+    def refuse(what: object, *arguments: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", what)
+
+    make_flow(tmp_path)
+    monkeypatch.setattr("os.open", refuse)
+    with pytest.raises(LedgerError, match=r"dataflow.sqlite may not be written: chmod u\+rw it"):
         make_flow(tmp_path)
 
 

@@ -340,6 +340,8 @@ REFUSED = [
     ("/lease", {"worker": "w", "slots": "many"}, "slots is str"),
     ("/lease", {"worker": "w", "slots": 1, "can": {"kinds": ["nap"]}}, "can.kinds names others than"),
     ("/episodes", {"items": [{"lease_id": "x", "episode": {"turns": []}}]}, "episode is dict"),
+    ("/episodes", {"items": []}, "worker is missing"),
+    ("/episodes", {"worker": "a\n", "items": []}, "field worker has 2 characters: send 1 to"),
     ("/batch", {"policy": "agent", "step": True}, "step is bool"),
     ("/batch", {"policy": "agent", "step": 0}, "epoch is missing: a trainer claims"),
     ("/claim", {"trainer": "t", "policies": {"agent": 9}, "after": 0}, "version is 9"),

@@ -175,6 +175,32 @@ def test_a_resumed_run_may_be_longer_but_not_another(config):
     assert "config.credit.options.gamma is 0.5" in gamma
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({}, {"greso": {}}, "config.dataflow.algorithms.greso is {}, but this run was started with None"),
+        ({"greso": {}}, {}, "config.dataflow.algorithms.greso is None, but this run was started with {}"),
+        ({"greso": {}}, {"replay": {"ratio": 0.5}}, "config.dataflow.algorithms.greso is None, but"),
+        ({"greso": {}}, {"greso": {"window": 3}}, "config.dataflow.algorithms.greso.window is 3, but"),
+        ({"greso": {}}, {"greso": {}}, ""),
+    ],
+)
+def test_an_empty_map_that_comes_or_goes_is_a_change(config, before, now, said):
+    """Algorithms, sources and policies are asked for by their names alone."""
+    config.dataflow.algorithms = before
+    saved = ConfigDict(json.loads(config.to_json()))
+    config.dataflow.algorithms = now
+    changed = check_unchanged(saved, config)
+    assert any(text.startswith(said) for text in changed) if said else changed == []
+    assert len(changed) == len({text.partition(" is ")[0] for text in changed}) <= 2
+
+
+def test_a_policy_of_another_name_is_another_run(config):
+    saved = ConfigDict(json.loads(config.to_json()))
+    config.policies = {"second": {}}
+    assert len(check_unchanged(saved, config)) == 1
+
+
 def test_rules_that_went_through_json_are_not_a_change(config):
     config.optimizer.rules = (("norm", {"frozen": True}), (".*", {}))
     assert check_unchanged(ConfigDict(json.loads(config.to_json())), config) == []

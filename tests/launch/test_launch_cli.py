@@ -181,6 +181,13 @@ def test_a_flag_without_its_value_starts_no_run(recipe, flag):
         read_request([f"--config={recipe}", f"--{flag}="])
 
 
+def test_a_file_of_the_run_that_cannot_be_read_is_named(config, tmp_path, capsys):
+    save_run(config, tmp_path)
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert main([f"--status={tmp_path}"]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(f"{tmp_path / 'metrics.jsonl'}: Is a directory")
+
+
 def test_an_interrupt_before_anything_has_started_is_one_line(recipe, tmp_path, monkeypatch, capsys):
     def interrupted(*_: object, **__: object) -> Findings:
         raise KeyboardInterrupt

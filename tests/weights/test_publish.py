@@ -408,6 +408,26 @@ def test_versions_between_checkpoints_go_first_and_the_newest_checkpoints_stay(t
     assert read_adapter(tmp_path, 13)["layer_1"]["a"][0, 0] == 14.0
 
 
+def test_links_in_the_place_of_checkpoints_harm_none(tmp_path):
+    """One to a checkpoint that was moved to another disk, which Orbax fails to delete; and one to nothing, with the
+    number of a coming version."""
+    steps, moved = tmp_path / "steps", tmp_path / "moved"
+    with Checkpoints(steps, keep=1) as checkpoints:
+        save(checkpoints, 1)
+    (steps / "1").rename(moved)
+    (steps / "1").symlink_to(moved)
+    (steps / "3").symlink_to(tmp_path / "gone")
+    with Checkpoints(steps, keep=1) as checkpoints:
+        for step in (2, 3, 4):
+            save(checkpoints, step)
+    assert committed_steps(steps) == [1, 4] and (steps / "1").is_symlink()
+    (steps / "9").symlink_to(moved)
+    (steps / "9" / "data").rename(tmp_path / "data")  # no trainer can go on from it: it is lost
+    with Checkpoints(steps, keep=1) as checkpoints:
+        assert checkpoints.committed_steps() == [1, 4]
+    assert not (steps / "9").is_symlink() and (moved / publish.COMMIT_MARKER).exists()
+
+
 def test_a_trainer_goes_on_from_the_newest_checkpoint_and_makes_the_versions_after_it_anew(tmp_path, caplog):
     adapter = small_adapter(0.0)
     like = {"adapter": adapter, "optimizer": optax.adam(1e-3).init(adapter)}
