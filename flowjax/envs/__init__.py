@@ -165,6 +165,8 @@ class World(ABC):
     """True where steps wait for something outside the process, such as a server. Environments of one process then step
     concurrently, in threads, and must bound their waiting themselves: the pool sets no deadline for them. A world in
     which this depends on options sets it in `__init__`."""
+    OPENS_FAST: ClassVar[bool] = False
+    """True in a shipped world that needs no time to reset a task of a user's files: a launch measures first prompts."""
     Options: ClassVar[type] = NoOptions
     """A frozen dataclass, `config.env.options`. It may refuse values in `__post_init__` with a WorldError."""
     View: ClassVar[type] = str

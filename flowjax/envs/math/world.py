@@ -98,6 +98,7 @@ class Math(World):
 
     OUTCOMES = ("success", "answered", "calculations")
     COUNTS = ("calculations",)
+    OPENS_FAST = True
     Options = MathOptions
     View = MathView
 
