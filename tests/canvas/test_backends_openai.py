@@ -294,6 +294,7 @@ def test_equal_endpoints_take_turns_and_stand_in_for_each_other():
             for _ in range(4):  # one that refuses all is no reason to fail either
                 await backend.complete(REQUEST)
             assert (len(wrong.bodies), len(good.bodies)) == (2, 4)
+            await asyncio.gather(*(backend.complete(REQUEST) for _ in range(40)))  # 20 refusals in a row pause nothing
         refusing = [lambda body: refusal(403, "no")]
         async with serving(*refusing) as one, serving(*refusing) as two, client(one, two) as backend:
             with pytest.raises(BackendUnavailable, match="refuses the request with HTTP 403: no"):

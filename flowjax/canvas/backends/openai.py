@@ -303,13 +303,14 @@ class OpenAIBackend:
                 return completion
             except _TryAgain as error:
                 failure = f"{url}: {error}"
-                if not error.busy:
-                    connections.breaker.note_failure(failure, sent_s)
-                _log.info("Backend %s, try %d: %s", self._model, tries + 1, failure)
                 now_s = asyncio.get_running_loop().time()
                 # Grows after each round of the endpoints.
                 pauses[url] = math.inf if error.other_only else now_s + self._retry_s(tries // len(order))
-                if all(pauses.get(each) == math.inf for each in order):
+                refused = all(pauses.get(each) == math.inf for each in order)
+                if refused or not (error.busy or error.other_only):  # others still answer: no reason to pause all
+                    connections.breaker.note_failure(failure, sent_s)
+                _log.info("Backend %s, try %d: %s", self._model, tries + 1, failure)
+                if refused:
                     raise BackendUnavailable(f"{url} refuses the request with {error}") from error
                 if error.after_s is not None:
                     connections.paused_until_s[url] = now_s + error.after_s
