@@ -223,14 +223,34 @@ def _unpack_value(value: dict[str, Any]) -> Any:
     if "__array__" in value:
         if value["__array__"] not in _ARRAY_KINDS.values():
             raise WireError(f"array type {value['__array__']!r} is not one of {sorted(_ARRAY_KINDS.values())}")
-        # A view of the message's bytes: nothing is copied, and the array is read-only as these are.
-        return np.frombuffer(value["data"], dtype=value["__array__"]).reshape(value["shape"])
+        try:
+            # A view of the message's bytes: nothing is copied, and the array is read-only as these are.
+            return np.frombuffer(value["data"], dtype=value["__array__"]).reshape(value["shape"])
+        except (KeyError, TypeError, ValueError) as error:
+            reason = (f"lacks {error}" if isinstance(error, KeyError) else str(error))[:_LONGEST_REASON]
+            raise WireError(
+                f"an array of {value['__array__']}: {reason}: send its bytes as data, and its shape"
+            ) from error
     if "__record__" in value:
         name = value.pop("__record__")
-        if name not in _RECORDS:
-            raise WireError(f"record {name!r} is not one of {sorted(_RECORDS)}")
-        return _RECORDS[name](**value)
+        if not isinstance(name, str) or name not in _RECORDS:
+            raise WireError(f"record {repr(name)[:_LONGEST_REASON]} is not one of {sorted(_RECORDS)}")
+        try:
+            return _RECORDS[name](**value)
+        except TypeError as error:
+            raise WireError(f"record {name}: {_misfit(_RECORDS[name], value) or error}") from error
     return value
+
+
+def _misfit(kind: type, given: Mapping[str, Any]) -> str:
+    """What of a record's fields is missing or not among them; "" for nothing."""
+    known = {each.name: each for each in dataclasses.fields(kind)}
+    needed = {name for name, each in known.items() if each.default is each.default_factory is dataclasses.MISSING}
+    if lacking := sorted(needed - given.keys()):
+        return f"it lacks {', '.join(lacking)}: send all of {', '.join(sorted(needed))}"
+    if unknown := sorted(map(str, given.keys() - known.keys())):
+        return f"it has no field {', '.join(unknown)[:_LONGEST_REASON]}: leave that out"
+    return ""
 
 
 def pack(message: Any) -> bytes:

@@ -104,6 +104,27 @@ def test_a_record_with_missing_or_unknown_fields_is_refused():
         unpack(raw(envelope))
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            {"__array__": "<i4", "data": b"12345678", "shape": [3]},
+            "array of <i4: cannot reshape .*: send its bytes as data",
+        ),
+        (
+            {"__array__": "<i4", "data": b"12345678"},
+            "array of <i4: lacks 'shape': send its bytes as data, and its shape",
+        ),
+        ({"__record__": ["Turn"]}, r"record \['Turn'\] is not one of"),
+        ({"__record__": "Task", "world": "w"}, "record Task: it lacks seed, task_id: send all of seed, task_id, world"),
+        ({"__record__": "Task", "task_id": "a", "world": "w", "seed": 1, "foo": 2}, "record Task: it has no field foo"),
+    ],
+)
+def test_what_is_wrong_with_an_array_or_a_record_is_named(body, said):
+    with pytest.raises(WireError, match=said):
+        unpack(msgpack.packb({"schema": SCHEMA_VERSION, "body": body}))
+
+
 def test_truncated_messages_are_refused():
     data = pack(Task("t", "w", 0))
     for length in range(0, len(data), 5):

@@ -530,7 +530,7 @@ def hold_s_of(message: Any) -> float | None:
     """Seconds for which a worker asks its answer to be held back; None where it does not say."""
     held_s = message.get("hold_s") if isinstance(message, dict) else None
     if held_s is not None and not (type(held_s) in (int, float) and 0 <= held_s <= MOST_HELD_S):
-        raise WireError(f"field hold_s is {str(held_s)[:_LONGEST_NAME]}: send 0 to {MOST_HELD_S:g}, or leave it out")
+        raise WireError(f"field hold_s is {repr(held_s)[:_LONGEST_NAME]}: send 0 to {MOST_HELD_S:g}, or leave it out")
     return held_s
 
 
@@ -649,7 +649,10 @@ def episodes_of(
     (items,) = fields(message, items=list)
     played = []
     for index, item in enumerate(items):
-        lease_id, episode = fields(item, lease_id=str, episode=Episode)
+        try:
+            lease_id, episode = fields(item, lease_id=str, episode=Episode)
+        except WireError as error:
+            raise WireError(f"items[{index}]: {error}") from error
         check_episode(episode, newest=newest, bounds=bounds, where=f"items[{index}].episode")
         check_outcomes(episode, needed, where=f"items[{index}].episode")
         played.append((lease_id, episode))

@@ -340,6 +340,8 @@ REFUSED = [
     ("/lease", {"worker": "w", "slots": "many"}, "slots is str"),
     ("/lease", {"worker": "w", "slots": 1, "can": {"kinds": ["nap"]}}, "can.kinds names others than"),
     ("/episodes", {"items": [{"lease_id": "x", "episode": {"turns": []}}]}, "episode is dict"),
+    ("/episodes", {"items": ["x"]}, "items[0]: the body is a str"),
+    ("/lease", {"worker": "w", "slots": 1, "hold_s": "1"}, "field hold_s is '1': send 0 to"),
     ("/episodes", {"items": []}, "worker is missing"),
     ("/episodes", {"worker": "a\n", "items": []}, "field worker has 2 characters: send 1 to"),
     ("/batch", {"policy": "agent", "step": True}, "step is bool"),
