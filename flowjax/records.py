@@ -243,7 +243,7 @@ def _unpack_value(value: dict[str, Any]) -> Any:
 
 
 def _misfit(kind: type, given: Mapping[str, Any]) -> str:
-    """What of a record's fields is missing or not among them; "" for nothing."""
+    """Message on fields of a record that are missing, or not among its own; "" for none."""
     known = {each.name: each for each in dataclasses.fields(kind)}
     needed = {name for name, each in known.items() if each.default is each.default_factory is dataclasses.MISSING}
     if lacking := sorted(needed - given.keys()):
