@@ -227,10 +227,8 @@ def _unpack_value(value: dict[str, Any]) -> Any:
             # A view of the message's bytes: nothing is copied, and the array is read-only as these are.
             return np.frombuffer(value["data"], dtype=value["__array__"]).reshape(value["shape"])
         except (KeyError, TypeError, ValueError) as error:
-            reason = (f"lacks {error}" if isinstance(error, KeyError) else str(error))[:_LONGEST_REASON]
-            raise WireError(
-                f"an array of {value['__array__']}: {reason}: send its bytes as data, and its shape"
-            ) from error
+            reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"an array of {value['__array__']} {reason}; send its bytes as data, and shape") from error
     if "__record__" in value:
         name = value.pop("__record__")
         if not isinstance(name, str) or name not in _RECORDS:
@@ -238,7 +236,7 @@ def _unpack_value(value: dict[str, Any]) -> Any:
         try:
             return _RECORDS[name](**value)
         except TypeError as error:
-            raise WireError(f"record {name}: {_misfit(_RECORDS[name], value) or error}") from error
+            raise TypeError(f"record {name}: {_misfit(_RECORDS[name], value) or error}") from error
     return value
 
 

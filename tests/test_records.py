@@ -109,11 +109,11 @@ def test_a_record_with_missing_or_unknown_fields_is_refused():
     [
         (
             {"__array__": "<i4", "data": b"12345678", "shape": [3]},
-            "array of <i4: cannot reshape .*: send its bytes as data",
+            "not a flowjax message .*array of <i4 cannot reshape .*; send its bytes as data",
         ),
         (
             {"__array__": "<i4", "data": b"12345678"},
-            "array of <i4: lacks 'shape': send its bytes as data, and its shape",
+            "array of <i4 lacks 'shape'; send its bytes as data, and shape",
         ),
         ({"__record__": ["Turn"]}, r"record \['Turn'\] is not one of"),
         ({"__record__": "Task", "world": "w"}, "record Task: it lacks seed, task_id: send all of seed, task_id, world"),
