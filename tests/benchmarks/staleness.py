@@ -16,7 +16,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from absl import app, flags
 from flowjax.config import load_run
 from flowjax.monitor.metrics import NewStatus, read_metrics, read_status
 from tests.benchmarks.learning import write_comparison
-from tests.benchmarks.runs import folder_of, trained
+from tests.benchmarks.runs import beside, folder_of, trained
 
 _TRUNCATED = {"loss.options.correction": "token_truncate"}
 # Clip bounds of GSPO are those of the recipe: published ones are for replies of thousands of tokens.
@@ -41,12 +41,11 @@ OBJECTIVES: Mapping[str, Mapping[str, str]] = {
 _LOOK_EVERY_S = 0.1
 
 
-@contextlib.contextmanager
-def outrun(folder: Path, batches: int) -> Iterator[None]:
+def outrun(folder: Path, batches: int) -> contextlib.AbstractContextManager[None]:
     """The trainer of the run in `folder` is stopped until so many batches are ready, or all that are left."""
-    ended, launch = threading.Event(), NewStatus(folder, "launch")
+    launch = NewStatus(folder, "launch")
 
-    def watch() -> None:
+    def watch(ended: threading.Event) -> None:
         stopped = 0  # process group
         while not ended.wait(_LOOK_EVERY_S):
             trainer = launch.read().get("roles", {}).get("trainer", {}).get("pid", 0)
@@ -60,13 +59,7 @@ def outrun(folder: Path, batches: int) -> Iterator[None]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(stopped, signal.SIGCONT)
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return beside(watch)
 
 
 def is_early(folder: Path, batches: int) -> bool:

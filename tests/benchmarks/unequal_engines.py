@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from flowjax.rollout import engines as engines_module
 from flowjax.rollout.client import EngineClient, SamplingOptions
 from flowjax.rollout.engines import EnginePool
 from flowjax.run import resolve
-from tests.benchmarks.runs import serving
+from tests.benchmarks.runs import beside, serving
 
 _ENGINES = flags.DEFINE_integer("engines", 2, "Engines, the last of them slow.", lower_bound=2)
 _SLOWER = flags.DEFINE_float("slower", 4.0, "How many times slower it is.", lower_bound=1.0)
@@ -50,25 +50,17 @@ class Row:
     slowest_s: float
 
 
-@contextlib.contextmanager
-def slowed(process: subprocess.Popen, times: float) -> Iterator[None]:
+def slowed(process: subprocess.Popen, times: float) -> contextlib.AbstractContextManager[None]:
     """The process and its children run for one part in `times` of each 40 ms."""
-    ended = threading.Event()
 
-    def alternate() -> None:
+    def alternate(ended: threading.Event) -> None:
         while not ended.is_set():
             os.killpg(process.pid, signal.SIGSTOP)
             time.sleep(_PERIOD_S * (1 - 1 / times))
             os.killpg(process.pid, signal.SIGCONT)
             time.sleep(_PERIOD_S / times)
 
-    thread = threading.Thread(target=alternate)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return beside(alternate)
 
 
 async def measure(urls: Sequence[str], groups: int) -> Row:

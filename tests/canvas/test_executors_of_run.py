@@ -12,6 +12,8 @@ import pytest
 from ml_collections import ConfigDict
 from test_outage import endpoint, task
 
+from flowjax.canvas.backends import Completion, Request
+from flowjax.canvas.values import Usage
 from flowjax.envs import ENGINES_VARIABLE, RUN_VARIABLE, EnvDied, WorldError
 from flowjax.envs.canvas import Canvas
 from flowjax.envs.canvas.env import CanvasEnv
@@ -32,6 +34,28 @@ def config(monkeypatch: pytest.MonkeyPatch) -> ConfigDict:
     config = runpy.run_path(str(RECIPES))["get_config"]("qwen3_8b")
     config.env.options.path = ""  # exercises, which are always there
     return config
+
+
+class Closing:
+    """A backend that knows whether it was closed."""
+
+    identity = "closing"
+    closed = 0
+
+    async def complete(self, request: Request) -> Completion:
+        return Completion("Answer: 5", Usage())
+
+    async def close(self) -> None:
+        Closing.closed += 1
+
+
+def test_a_backend_of_ones_own_is_closed_as_its_process_ends(monkeypatch: pytest.MonkeyPatch):
+    at_exit: list[Any] = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    Canvas(backends={"mine": {"kind": f"{__name__}:Closing"}}, default_backend="mine").env()
+    for leave in at_exit:
+        leave()
+    assert Closing.closed == 1
 
 
 def consecutive_ports(count: int) -> int:
