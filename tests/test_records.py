@@ -122,7 +122,7 @@ def test_a_record_with_missing_or_unknown_fields_is_refused():
 )
 def test_what_is_wrong_with_an_array_or_a_record_is_named(body, said):
     with pytest.raises(WireError, match=said):
-        unpack(msgpack.packb({"schema": SCHEMA_VERSION, "body": body}))
+        unpack(raw({"schema": SCHEMA_VERSION, "body": body}))
 
 
 def test_truncated_messages_are_refused():
