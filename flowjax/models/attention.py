@@ -7,6 +7,7 @@ calls and the results without such a device. On an H200 the first three are as n
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flowjax.models.cudnn import CUDNN, cudnn_attend
-from flowjax.models.flash import Places, flash_attend
+from flowjax.models.flash import SeenKeys, flash_attend, seen_keys
 from flowjax.models.shape import ModelConfig, ModelError
 
 Form = Literal["xla", "cudnn", "flash", "splash"]
@@ -29,29 +30,14 @@ AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 BLOCK_TOKENS = 1024  # queries whose scores exist at once, at most
 # Blocks of queries in a row, each of which takes the keys up to its own end: with 8, 36 of 64 blocks of scores.
 BLOCKS = 8
-SMALL_BLOCK_TOKENS = {"cpu": 64}  # least block by platform: a CPU's caches are small, but below this nothing is gained
+# By platform: a CPU is fast while the scores that exist at once stay in its second cache. Below such a block nothing is
+# gained.
+SMALL_BLOCK_TOKENS = {"cpu": 64}  # least block
+CACHED_BYTES = {"cpu": 2**20}  # scores at once
 MASKED = -1e30  # finite, so that a query that sees no key gets a mean of the values and not NaN
 
 
 # ------------------------------------------------------------------------------------------------ XLA's plain attention
-
-
-def segment_mask(
-    segments: Int[Array, "rows queries"],
-    positions: Int[Array, "rows queries"],
-    window_tokens: int | Int[Array, ""] | None,
-    key_segments: Int[Array, "rows keys"] | None = None,
-    key_positions: Int[Array, "rows keys"] | None = None,
-) -> Bool[Array, "rows queries keys"]:
-    """[row, query, key] True where the query sees the key: same segment, not padding (0), not later, in the window.
-
-    Keys are the queries' own tokens unless given. Positions are within a segment, and grow in it.
-    """
-    key_segments = segments if key_segments is None else key_segments
-    key_positions = positions if key_positions is None else key_positions
-    distance = positions[:, :, None] - key_positions[:, None, :]
-    seen = (segments[:, :, None] == key_segments[:, None, :]) & (segments[:, :, None] != 0) & (distance >= 0)
-    return seen if window_tokens is None else seen & (distance < window_tokens)
 
 
 def attend(
@@ -72,8 +58,10 @@ def attend(
 
     With `soft_cap` scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118). `scale` is 1 / sqrt(dim) unless
     stated. Queries are processed in blocks of `block_tokens`, whose scores the backward pass computes again, so that
-    memory grows with keys * block_tokens and not with keys * queries. If there are as many keys as queries, they are
-    taken for the queries' own tokens: no query sees a key later in the row, and a block skips the keys after its end.
+    memory grows with keys * block_tokens and not with keys * queries; on a CPU a few rows and heads at a time, too. If
+    there are as many keys as queries, they are taken for the queries' own tokens: no query sees a key later in the row,
+    and a block skips the keys after its end. A segment is one run of tokens, in which positions count up by one; 0 is
+    padding, which gets a mean of the values.
     """
     rows, tokens, heads, dim = query.shape
     kv_heads = key.shape[2]
@@ -83,9 +71,11 @@ def attend(
     # Heads before tokens: otherwise XLA's CPU backend transposes the scores instead.
     query, key, value = query.transpose(0, 2, 3, 1, 4), key.swapaxes(1, 2), value.swapaxes(1, 2)
     is_self = key.shape[2] == tokens  # the keys are the queries' own tokens
-    form = _Blockwise(block_tokens or default_block_tokens(tokens if is_self else 0), is_self, soft_cap)
-    places = Places(segments, positions, key_segments, key_positions, window_tokens)
-    mixed: Any = _mix(form, query, key, value, places)
+    size = block_tokens or default_block_tokens(tokens if is_self else 0)
+    pairs = pairs_at_once(rows, kv_heads, 4 * heads // kv_heads * min(size, tokens) * key.shape[2])
+    form = _Blockwise(size, pairs, is_self, soft_cap)
+    seen = seen_keys(segments, positions, key_segments, key_positions, window_tokens)
+    mixed: Any = _mix(form, query, key, value, seen)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, dim)
 
 
@@ -93,6 +83,7 @@ class _Blockwise(NamedTuple):
     """The constants of a call that processes its queries block by block."""
 
     block_tokens: int
+    pairs: tuple[int, int]  # rows and heads of keys that are processed at once
     is_self: bool
     soft_cap: float | None
 
@@ -100,21 +91,41 @@ class _Blockwise(NamedTuple):
         scores = jnp.einsum("rkgtd,rksd->rkgts", query, key, preferred_element_type=jnp.float32)
         return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
-    def each(self, block: Callable, places: Places, by_query: tuple, sums: tuple) -> tuple[tuple, tuple]:
-        """Call `block(keys, seen, *by_query)` for each block of queries (axis 3): it uses the first `keys` keys, and
-        `seen` is its mask.
+    def each(self, block: Callable, seen: SeenKeys, by_query: tuple, by_key: tuple, sums: tuple) -> tuple[tuple, tuple]:
+        """Call `block(seen, by_query, by_key)` for each block of queries (axis 3) of each few rows and heads, with the
+        keys (axis 2) that these may see, and `seen` as a mask.
 
-        Returns its results for queries, concatenated, and its results for keys (axis 2), added to `sums`.
+        Returns its results for queries, concatenated, and its results for keys, added to `sums`.
         """
-        tokens, keys = by_query[0].shape[3], places.key_segments.shape[1]
+        rows, kv_heads = by_key[0].shape[:2]
+        at_once, heads = self.pairs
+        runs = tuple(jnp.broadcast_to(x[:, None, None, :, None], (rows, kv_heads, 1, x.shape[1], 1)) for x in seen)
+
+        def split(x: jax.Array) -> jax.Array:
+            x = x.reshape(rows // at_once, at_once, kv_heads // heads, heads, *x.shape[2:]).swapaxes(1, 2)
+            return x.reshape(-1, at_once, heads, *x.shape[4:])
+
+        def merge(x: jax.Array) -> jax.Array:
+            x = x.reshape(rows // at_once, kv_heads // heads, at_once, heads, *x.shape[3:]).swapaxes(1, 2)
+            return x.reshape(rows, kv_heads, *x.shape[4:])
+
+        of_pairs = functools.partial(self._each_block, block)
+        if self.pairs == (rows, kv_heads):
+            return of_pairs((runs, by_query, by_key, sums))
+        return jax.tree.map(merge, jax.lax.map(of_pairs, jax.tree.map(split, (runs, by_query, by_key, sums))))
+
+    def _each_block(self, block: Callable, arrays: tuple[tuple, tuple, tuple, tuple]) -> tuple[tuple, tuple]:
+        runs, by_query, by_key, sums = arrays
+        tokens, keys = by_query[0].shape[3], by_key[0].shape[2]
         size = min(self.block_tokens, tokens)
-        arrays = (places.segments[:, None, None], places.positions[:, None, None], *by_query)
+        cut = (*runs, *by_query)
 
         def visit(sums: tuple, blocks: Sequence[jax.Array], keys: int) -> tuple[tuple, tuple]:
-            segments, positions, *cut = blocks
-            beside = (places.key_segments[:, :keys], places.key_positions[:, :keys])
-            seen = segment_mask(segments[:, 0, 0], positions[:, 0, 0], places.window_tokens, *beside)
-            per_query, per_key = block(keys, seen[:, None, None], *cut)
+            first, last, *of_queries = blocks
+            # Counted, and no array of the keys' own (their segments, say): XLA's CPU code is then three times as fast.
+            place = jnp.arange(keys)
+            seen = (first <= place) & (place <= last)
+            per_query, per_key = block(seen, of_queries, [x[:, :, :keys] for x in by_key])
             return tuple(map(_add_first, sums, per_key)), per_query
 
         starts = range(0, tokens, size)
@@ -124,12 +135,12 @@ class _Blockwise(NamedTuple):
             parts: list[tuple] = []
             for start in starts:
                 end = min(start + size, tokens)
-                sums, per_query = visit(sums, [x[:, :, :, start:end] for x in arrays], end)
+                sums, per_query = visit(sums, [x[:, :, :, start:end] for x in cut], end)
                 parts.append(per_query)
             whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *parts)
         else:
             beyond = (0, -tokens % size)
-            padded = [jnp.pad(x, [beyond if axis == 3 else (0, 0) for axis in range(x.ndim)]) for x in arrays]
+            padded = [jnp.pad(x, [beyond if axis == 3 else (0, 0) for axis in range(x.ndim)]) for x in cut]
 
             def step(sums: tuple, start: jax.Array) -> tuple[tuple, tuple]:
                 return visit(sums, [jax.lax.dynamic_slice_in_dim(x, start, size, 3) for x in padded], keys)
@@ -150,28 +161,27 @@ def _add_first(total: jax.Array, found: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(form: _Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> jax.Array:
+def _mix(form: _Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, seen: SeenKeys) -> jax.Array:
     """Mixed values [rows, kv_heads, group, queries, dim] of keys and values [rows, kv_heads, keys, dim]."""
-    return _mix_forward(form, query, key, value, places)[0]
+    return _mix_forward(form, query, key, value, seen)[0]
 
 
-def _mix_forward(form: _Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, places: Places) -> tuple:
-    def block(keys: int, seen: jax.Array, query: jax.Array) -> tuple:
-        scores = jnp.where(seen, form.scores(query, key[:, :, :keys]), MASKED)
+def _mix_forward(form: _Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, seen: SeenKeys) -> tuple:
+    def block(seen: jax.Array, by_query: Sequence[jax.Array], by_key: Sequence[jax.Array]) -> tuple:
+        (query,), (key, value) = by_query, by_key
+        scores = jnp.where(seen, form.scores(query, key), MASKED)
         top = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = weights.sum(axis=-1, keepdims=True)
         # Sums of undivided weights are beyond float16 with a few hundred keys; other types have the range.
         wide = jnp.float32 if value.dtype == jnp.float16 else None
-        mixed = jnp.einsum(
-            "rkgts,rksd->rkgtd", weights.astype(value.dtype), value[:, :, :keys], preferred_element_type=wide
-        )
+        mixed = jnp.einsum("rkgts,rksd->rkgtd", weights.astype(value.dtype), value, preferred_element_type=wide)
         # Divided after the product: [tokens, dim] numbers and not [tokens, keys]; in float32, as the sum is.
         return ((mixed / total).astype(value.dtype), top + jnp.log(total)), ()
 
     # Named for the remat policies that keep it: then the backward pass does not run this again.
-    mixed, log = (checkpoint_name(x, "mixed") for x in form.each(block, places, (query,), ())[0])
-    return mixed, (query, key, value, places, mixed, log)
+    mixed, log = (checkpoint_name(x, "mixed") for x in form.each(block, seen, (query,), (key, value), ())[0])
+    return mixed, (query, key, value, seen, mixed, log)
 
 
 def _mix_backward(form: _Blockwise, kept: tuple, pull: jax.Array) -> tuple:
@@ -180,31 +190,43 @@ def _mix_backward(form: _Blockwise, kept: tuple, pull: jax.Array) -> tuple:
     JAX's own derivative of the forward pass takes one more product, runs the softmax again, and adds up gradients of
     the whole row's size, one for each block.
     """
-    query, key, value, places, mixed, log = kept
+    query, key, value, seen, mixed, log = kept
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     # sum_k weight_k d_weight_k, which the gradient of a softmax subtracts: equal to pull . mixed, so no sum over keys.
     drop = product("rkgtd,rkgtd->rkgt", pull, mixed)[..., None]
 
-    def block(keys: int, seen: jax.Array, *cut: jax.Array) -> tuple:
-        query, pull, log, drop = cut
-        scores = form.scores(query, key[:, :, :keys])
+    def block(seen: jax.Array, by_query: Sequence[jax.Array], by_key: Sequence[jax.Array]) -> tuple:
+        (query, pull, log, drop), (key, value) = by_query, by_key
+        scores = form.scores(query, key)
         # Masked before exp: an unseen score may be so far above `log` that exp gives infinity.
         weights = jnp.exp(jnp.where(seen, scores - log, MASKED))
         slope = 1.0 if form.soft_cap is None else 1 - (scores / form.soft_cap) ** 2
-        d_weights = product("rkgtd,rksd->rkgts", pull, value[:, :, :keys])
+        d_weights = product("rkgtd,rksd->rkgts", pull, value)
         d_scores = (weights * (d_weights - drop) * slope).astype(key.dtype)
-        d_query = product("rkgts,rksd->rkgtd", d_scores, key[:, :, :keys]).astype(query.dtype)
+        d_query = product("rkgts,rksd->rkgtd", d_scores, key).astype(query.dtype)
         # [dim, keys], not [keys, dim]: XLA's CPU backend would first transpose the scores.
         d_value = product("rkgtd,rkgts->rkds", pull, weights.astype(pull.dtype)).swapaxes(2, 3)
         d_key = product("rkgtd,rkgts->rkds", query, d_scores).swapaxes(2, 3)
         return (d_query,), (d_key, d_value)
 
     sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
-    (d_query,), (d_key, d_value) = form.each(block, places, (query, pull, log, drop), sums)
+    (d_query,), (d_key, d_value) = form.each(block, seen, (query, pull, log, drop), (key, value), sums)
     return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)
+
+
+def pairs_at_once(rows: int, kv_heads: int, score_bytes: int) -> tuple[int, int]:
+    """Rows and heads of keys that are processed at once, with so many bytes of scores in a block of queries each."""
+    fits = CACHED_BYTES.get(jax.default_backend(), rows * kv_heads * score_bytes) / score_bytes
+    return _part(rows, fits / kv_heads), _part(kv_heads, fits)
+
+
+def _part(whole: int, wanted: float) -> int:
+    """The divisor of `whole` that is nearest to `wanted` as a ratio."""
+    divisors = [x for x in range(1, whole + 1) if whole % x == 0]
+    return min(divisors, key=lambda x: abs(math.log(x / wanted)))
 
 
 def default_block_tokens(tokens: int) -> int:

@@ -67,7 +67,7 @@ class FlashForm:
 
 
 class Places(NamedTuple):
-    """Segments and positions, by which a query sees a key: what `segment_mask` of attention.py takes."""
+    """Segments and positions, by which a query sees a key: what `seen_keys` takes."""
 
     segments: jax.Array
     positions: jax.Array
@@ -76,7 +76,7 @@ class Places(NamedTuple):
     window_tokens: int | jax.Array | None
 
 
-class _SeenKeys(NamedTuple):
+class SeenKeys(NamedTuple):
     """First and last key that each query sees, [rows, queries]; none where first > last."""
 
     first: jax.Array
@@ -114,7 +114,7 @@ def seen_keys(
     key_segments: Int[Array, "rows keys"],
     key_positions: Int[Array, "rows keys"],
     window_tokens: int | Int[Array, ""] | None,
-) -> _SeenKeys:
+) -> SeenKeys:
     """The run of keys that each query sees. A padding query sees none: its first key is `keys`, its last -1."""
     keys = key_segments.shape[1]
     place = jnp.arange(keys, dtype=jnp.int32)
@@ -129,7 +129,7 @@ def seen_keys(
     if window_tokens is not None:
         first = jnp.maximum(first, last - window_tokens + 1)
     real = segments != 0
-    return _SeenKeys(jnp.where(real, first, keys).astype(jnp.int32), jnp.where(real, last, -1).astype(jnp.int32))
+    return SeenKeys(jnp.where(real, first, keys).astype(jnp.int32), jnp.where(real, last, -1).astype(jnp.int32))
 
 
 def flash_form(query: jax.Array, scale: float | None, soft_cap: float | None, interpret: bool) -> FlashForm:
@@ -148,7 +148,7 @@ def flash_form(query: jax.Array, scale: float | None, soft_cap: float | None, in
 # ------------------------------------------------------------------------------------------------------ blocks to visit
 
 
-def _key_blocks(seen: _SeenKeys, blocks: _Blocks) -> Int[Array, "rows query_blocks 4"]:
+def _key_blocks(seen: SeenKeys, blocks: _Blocks) -> Int[Array, "rows query_blocks 4"]:
     """Four bounds of the blocks of keys that a block of queries visits: 0 to 1 and 2 to 3 with a mask, 1 to 2 without.
 
     In an unmasked block, every query of the block sees every key.
@@ -160,7 +160,7 @@ def _key_blocks(seen: _SeenKeys, blocks: _Blocks) -> Int[Array, "rows query_bloc
     return _ordered(start, full_start, full_stop, stop)
 
 
-def _query_blocks(seen: _SeenKeys, blocks: _Blocks, keys: int) -> Int[Array, "rows key_blocks 4"]:
+def _query_blocks(seen: SeenKeys, blocks: _Blocks, keys: int) -> Int[Array, "rows key_blocks 4"]:
     """The blocks of queries that visit each block of keys, as bounds like those of `_key_blocks`."""
     first, last = (x.reshape(x.shape[0], 1, -1, blocks.queries) for x in seen)
     begin = jnp.arange(0, keys, blocks.keys, dtype=jnp.int32)[:, None]
@@ -303,11 +303,11 @@ def _pad(form: FlashForm, *arrays: jax.Array) -> list[jax.Array]:
     return [jnp.pad(x, ((0, 0), (0, -x.shape[1] % form.most), (0, 0), (0, width - dim))) for x in arrays]
 
 
-def _seen(form: FlashForm, places: Places) -> _SeenKeys:
+def _seen(form: FlashForm, places: Places) -> SeenKeys:
     """The keys that each query of a padded row sees."""
     seen = seen_keys(*places)
     keys, beyond = places.key_segments.shape[1], ((0, 0), (0, -places.segments.shape[1] % form.most))
-    return _SeenKeys(jnp.pad(seen.first, beyond, constant_values=keys), jnp.pad(seen.last, beyond, constant_values=-1))
+    return SeenKeys(jnp.pad(seen.first, beyond, constant_values=keys), jnp.pad(seen.last, beyond, constant_values=-1))
 
 
 def flash_forward(

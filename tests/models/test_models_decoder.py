@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from tiny_models import TINY, logprobs, tiny_decoder
 
-from flowjax.models.attention import attend, segment_mask
+from flowjax.models.attention import attend
 from flowjax.models.decoder import Decoder
 from flowjax.models.logprobs import token_logprobs
 from flowjax.models.lora import Lora, LoraParam
@@ -145,12 +145,6 @@ def test_queries_in_blocks_equal_queries_at_once():
         jax.tree.leaves(value_and_gradients(64)), jax.tree.leaves(value_and_gradients(8)), strict=True
     ):
         np.testing.assert_allclose(blocked, at_once, rtol=1e-4, atol=1e-5)
-
-
-def test_segment_mask_by_hand():
-    seen = segment_mask(jnp.array([[1, 1, 2, 2, 0]]), jnp.array([[0, 1, 0, 1, 0]]), None)[0]
-    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
-    np.testing.assert_array_equal(seen, np.array(expected, bool))
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packing import packed
+from packing import packed, segment_mask
 
 from flowjax.models import flash
-from flowjax.models.attention import attend, segment_mask
+from flowjax.models.attention import attend
 from flowjax.models.flash import flash_attend, seen_keys
 
 TOKENS = 300  # no multiple of a block: two whole ones of queries and a part
@@ -125,13 +125,20 @@ def test_padding_gives_zeros_and_no_gradient():
         assert jnp.isfinite(gradient).all() and not gradient[0, 50:].any() and not gradient[1].any()
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(50, 105)])
 @pytest.mark.parametrize("window", [None, 30])
-def test_seen_keys_are_those_of_the_segment_mask(window):
+def test_seen_keys_are_those_of_the_segment_mask(window, part):
     segments, positions = map(jnp.asarray, packed([[60, 40, 3], [100]], 110))
-    seen = seen_keys(segments, positions, segments, positions, window)
+    seen = seen_keys(segments[:, part], positions[:, part], segments, positions, window)
     key = jnp.arange(110)
     run = (key >= seen.first[:, :, None]) & (key <= seen.last[:, :, None])
-    np.testing.assert_array_equal(run, segment_mask(segments, positions, window))
+    np.testing.assert_array_equal(run, segment_mask(segments, positions, window)[:, part])
+
+
+def test_the_segment_mask_by_hand():
+    seen = segment_mask(jnp.array([[1, 1, 2, 2, 0]]), jnp.array([[0, 1, 0, 1, 0]]), None)[0]
+    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
+    np.testing.assert_array_equal(seen, np.array(expected, bool))
 
 
 def test_blocks_of_other_segments_and_of_later_keys_are_not_visited():
