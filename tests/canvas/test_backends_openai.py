@@ -24,6 +24,7 @@ QUICK = Patience(timeout_s=2.0, connect_timeout_s=1.0, retries=2, first_retry_s=
 REQUEST = Request([{"role": "user", "content": "What is 6 times 7?"}], 0.5, 0.9, 64, 7)
 SECRET = "sk-very-secret"
 EVENTS = "text/event-stream"
+BEYOND = "an answer that goes on beyond what max_new_tokens allows"
 
 
 @contextlib.asynccontextmanager
@@ -138,6 +139,7 @@ def test_a_stream_is_told_as_it_grows_and_adds_up_to_the_same_answer():
         (lambda body: web.Response(text="data: {\n\n", content_type=EVENTS), "not a chat completion: {"),
         (lambda body: web.Response(text="data: [1]\n\n", content_type=EVENTS), "not a chat completion: [1]"),
         (lambda body: web.Response(text="data: " + "x" * 2_000_000, content_type=EVENTS), "not a chat completion: xxx"),
+        (lambda body: web.Response(text="data: " + "x" * 5_000_000, content_type=EVENTS), BEYOND),
         (lambda body: refusal(503), "HTTP 503"),
     ],
 )
@@ -172,6 +174,7 @@ def cut_short(body: dict[str, Any]) -> web.Response:
         (lambda body: web.json_response([1]), "not a chat completion"),
         (lambda body: web.json_response({"choices": [{"message": {"content": [1]}}]}), "content that is no text"),
         (lambda body: web.Response(), "not a chat completion: (nothing)"),
+        (lambda body: chat("x" * 5_000_000), BEYOND),
     ],
 )
 def test_what_may_pass_is_tried_again(bad: Reply, message: str):

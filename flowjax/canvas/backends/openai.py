@@ -16,7 +16,7 @@ import random
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal
@@ -27,7 +27,6 @@ from flowjax.canvas.backends import (
     BackendError,
     BackendUnavailable,
     Completion,
-    OnText,
     Prices,
     Request,
     prompt_estimate,
@@ -98,7 +97,7 @@ _RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY
 _REFUSALS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
 _ASKS_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 _ERROR_CHARACTERS = 300
-_EVENTS = "text/event-stream"
+_ANSWER_BYTES, _BYTES_PER_TOKEN = 4 * 2**20, 1024  # an answer may have so many, and so many more for each token
 _NO_LIMITS, _FREE = RateLimits(), Prices()
 
 
@@ -336,7 +335,7 @@ class OpenAIBackend:
 
     async def _try(self, connections: _Connections, url: str, body: str, request: Request, sent_s: float) -> Completion:
         async with connections.limiter.grant(prompt_estimate(request.messages) + request.max_new_tokens) as grant:
-            status, headers, content = await self._post(connections.session, url, body, request.on_text)
+            status, headers, content = await self._post(connections.session, url, body, request)
             if status != HTTPStatus.OK:
                 message = f"HTTP {status}: {self._error_text(content)}"
                 if status in _REFUSALS:
@@ -351,15 +350,17 @@ class OpenAIBackend:
             return Completion(text, usage, finish_reason)
 
     async def _post(
-        self, session: aiohttp.ClientSession, url: str, body: str, on_text: OnText | None
+        self, session: aiohttp.ClientSession, url: str, body: str, request: Request
     ) -> tuple[int, Mapping[str, str], bytes]:
         try:
             # A redirect could carry the key elsewhere.
             async with session.post(url, data=body, headers=self._headers(), allow_redirects=False) as response:
-                if on_text is not None and response.content_type == _EVENTS:
-                    content = await streamed_answer(response.content.iter_any(), on_text)
+                limit_bytes = _ANSWER_BYTES + _BYTES_PER_TOKEN * request.max_new_tokens
+                chunks = _at_most(limit_bytes, response.content.iter_any())
+                if request.on_text is not None and response.content_type == "text/event-stream":
+                    content = await streamed_answer(chunks, request.on_text)
                 else:
-                    content = await response.read()
+                    content = b"".join([chunk async for chunk in chunks])
                 return response.status, response.headers, content
         except aiohttp.ConnectionTimeoutError as error:
             remedy = "see that the endpoint is up and can be reached from here, or raise connect_timeout_s"
@@ -427,6 +428,13 @@ class OpenAIBackend:
             session = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=self._use_proxy)
             connections = self._loops[loop] = _Connections(session, Limiter(self._limits), Breaker(self._patience))
         return connections
+
+
+async def _at_most(limit_bytes: int, chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        if (limit_bytes := limit_bytes - len(chunk)) < 0:
+            raise _TryAgain("an answer that goes on beyond what max_new_tokens allows")
+        yield chunk
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
