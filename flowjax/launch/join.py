@@ -242,8 +242,10 @@ def train(run_dir: Path, console: Console) -> None:
     Replaces this process by the trainer's (exec). Returns only where the run has ended.
 
     Raises:
-        ConfigError: the run's own launch has the trainer, or this host lacks a base model.
+        ConfigError: `run_dir` is a file, the run's own launch has the trainer, or this host lacks a base model.
     """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"--run is {str(run_dir)!r}, which is no folder: give the run's folder")
     run = asyncio.run(_under_way(run_dir, console))
     if run is None:
         console.print(f"the run in {run_dir} has ended", highlight=False, markup=False, soft_wrap=True)

@@ -35,6 +35,7 @@ OBJECTIVES: Mapping[str, Mapping[str, str]] = {
     "m2po": {"loss.kind": "m2po"},
     "gspo": {"loss.kind": "gspo"},
     "cispo": {"loss.kind": "cispo"},
+    "cispo_published": {"loss.kind": "cispo", "loss.options.clip_low": "1.0"},  # weights have no lower bound
     "bfloat16": {"engine.dtype": "bfloat16"},
     "bfloat16_truncated": {"engine.dtype": "bfloat16", **_TRUNCATED},
 }

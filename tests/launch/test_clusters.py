@@ -503,6 +503,12 @@ def test_a_host_that_could_not_train_says_why(config, tmp_path, monkeypatch, fie
         join.train(tmp_path, Console())
 
 
+def test_a_file_in_the_place_of_the_run_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match=r"--run is '\S+run', which is no folder: give the run's folder"):
+        join.train(tmp_path / "run", Console())
+
+
 @pytest.mark.parametrize(("address", "named"), [("http://127.0.0.1:9", True), ("http://0.0.0.0:9", False)])
 def test_a_process_that_waits_at_its_own_address_says_where_to_look(tmp_path, address, named):
     write_endpoints(tmp_path, {"dataflow": address})
