@@ -244,6 +244,8 @@ def main(argv: Sequence[str]) -> int:
     refuse_below(parser, arguments, {"at_once": 1, "limit": 0, "temperature": 0, "sc_temperature": 0})
     if not (arguments.workflow or arguments.checkpoint):
         parser.error("it is not said what is to be evaluated: give --workflow or --checkpoint")
+    if not all(map(str.strip, arguments.workflow)):
+        parser.error("--workflow is empty: give a workflow's text, or its JSON form's file")
     if (arguments.workflow or arguments.baselines) and not arguments.backends:
         parser.error("--backends is missing: say who answers the calls of --workflow and --baselines")
     try:

@@ -193,6 +193,12 @@ def test_an_impossible_number_is_refused(command, capsys, flag):
     assert f"{flag.partition('=')[0]}=" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_workflow_without_text_is_refused(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--workflow= "])
+    assert "--workflow is empty: give a workflow's text" in capsys.readouterr().err
+
+
 def test_an_interrupt_is_one_line(command, capsys, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
