@@ -65,6 +65,12 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         CreditError: with the field, the value and what to write instead.
     """
+    _check_declared(name, options)
+    if ":" in name:
+        _check_tried(name, options)
+
+
+def _check_declared(name: str, options: Mapping[str, Any]) -> None:
     function = get_estimator(name)
     parameters = inspect.signature(function).parameters.values()
     # Options are keyword-only; what comes by position is the table of turns.
@@ -72,8 +78,6 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     declared = {option: kind for option, kind in declared_types(function).items() if option not in positional}
     for problem in option_problems("config.credit.options", options, declared, repr(name)):
         raise CreditError(problem)
-    if ":" in name:
-        _check_tried(name, options)
 
 
 def _check_tried(name: str, options: Mapping[str, Any]) -> None:
@@ -100,7 +104,12 @@ def credit_parts(table: TurnTable, name: str, **options: Any) -> dict[str, Float
 
 
 def estimate(table: TurnTable, name: str, **options: Any) -> Float[Array, "turns"]:
-    """Advantage of each row of `table`; zero on rows that do not count."""
+    """Advantage of each row of `table`; zero on rows that do not count.
+
+    Raises:
+        CreditError: an unknown estimator or option, or a value that the option does not take; arrays are not looked at.
+    """
+    _check_declared(name, {option: value for option, value in options.items() if not isinstance(value, jax.Array)})
     return jnp.asarray(get_estimator(name)(table, **options), jnp.float32)  # NumPy puts no bfloat16 beside others
 
 
@@ -194,7 +203,7 @@ def pass_at_k(
 
 
 @partial(jax.jit, static_argnames=("norm",))
-def best_of_group(table: TurnTable, *, norm: Norm = "mean") -> Float[Array, "turns"]:
+def best_of_group(table: TurnTable, *, norm: Literal["mean", "mean_std"] = "mean") -> Float[Array, "turns"]:
     """Only the best member is trained, by its lead over the second best; ties give nothing. verl's GRPO pass@k.
 
     `norm="mean_std"` divides by the deviation of the group. Zero in a group of one.

@@ -18,6 +18,7 @@ from flowjax.records import COUNTED_STATUSES, Group
 # Rows of a padded table. Every estimator is compiled once for each size, so there are few: each four times the one
 # before.
 SMALLEST_TABLE, TABLE_GROWTH = 256, 4
+_LARGEST_SCORE = 1e9  # float32 holds its square, and sums of many
 
 
 class TableError(ValueError):
@@ -77,14 +78,16 @@ def build_table(
         pad_to: number of rows of the result.
 
     Raises:
-        TableError: a group without trajectories, a trajectory that is there twice or counts without turns, no turns at
-            all, a wrong number of scores, a state key that is no unsigned 64-bit number, or what `table_from_columns`
-            refuses.
+        TableError: a group without trajectories or of several policies, a trajectory that is there twice or counts
+            without turns, no turns at all, a wrong number of scores, a state key that is no unsigned 64-bit number, or
+            what `table_from_columns` refuses.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     for index, group in enumerate(groups):
         if not group.trajectories:
             raise TableError(f"column group, row {index}: group {group.group_id!r} has no trajectories")
+        if len(policies := sorted({trajectory.policy for trajectory in group.trajectories})) > 1:
+            raise TableError(f"column group, row {index}: group {group.group_id!r} is of {' and '.join(policies)}")
         names = [trajectory.trajectory_id for trajectory in group.trajectories]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise TableError(f"column trajectory: group {group.group_id!r} has {repeated[0]!r} twice: number them")
@@ -261,8 +264,11 @@ def _check_ids(columns: Mapping[str, np.ndarray], turns: int) -> None:
 
 def _check_numbers(columns: Mapping[str, np.ndarray]) -> None:
     for name in ("reward", "score"):
-        for row in np.flatnonzero(~np.isfinite(columns[name].astype(np.float64)))[:1]:
+        numbers = columns[name].astype(np.float64)
+        for row in np.flatnonzero(~np.isfinite(numbers))[:1]:
             raise TableError(f"column {name}, row {row}: {columns[name][row]} is not a finite number")
+        for row in np.flatnonzero(np.abs(numbers) > _LARGEST_SCORE)[:1]:
+            raise TableError(f"column {name}, row {row}: {columns[name][row]} is beyond {_LARGEST_SCORE:g}: scale it")
     _check_agree(columns, "trajectory", ("group", "episode", "score", "mask"))
     _check_agree(columns, "episode", ("group",))
 
@@ -313,9 +319,10 @@ def are_equal(scores: Float[np.ndarray, "scores"]) -> bool:
 def segment_total(
     values: Float[Array, "rows"], segment: Int[Array, "rows"], segments: int | None = None
 ) -> Float[Array, "rows"]:
-    """For each row, the sum of `values` over the rows of its segment. By default at most as many segments as rows."""
+    """For each row, the sum of `values` over the rows of its segment. By default ids are below twice the number of
+    rows, as those of a table's columns are."""
     # A scatter into a static number of segments: how many there are is not known while tracing.
-    totals = jnp.zeros(segments or values.shape[0], values.dtype).at[segment].add(values)
+    totals = jnp.zeros(segments or 2 * values.shape[0], values.dtype).at[segment].add(values)
     return totals[segment]
 
 
@@ -331,10 +338,11 @@ def segment_statistics(
     segment is zero, as is the deviation of a segment with fewer than two such rows. Values that differ by rounding
     alone are equal: each is its own mean, and their deviation is zero.
     """
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))  # shares of one are no integers
     counted = weight.astype(values.dtype)
     weight = counted > 0
     count = jnp.round(segment_total(counted, segment, segments))  # three thirds are not quite one
-    unbounded = jnp.full(segments or values.shape[0], jnp.inf, values.dtype)
+    unbounded = jnp.full(segments or 2 * values.shape[0], jnp.inf, values.dtype)
     lowest = unbounded.at[segment].min(jnp.where(weight, values, jnp.inf))[segment]
     highest = (-unbounded).at[segment].max(jnp.where(weight, values, -jnp.inf))[segment]
     lowest, highest = (jnp.where(count > 0, bound, 0.0) for bound in (lowest, highest))

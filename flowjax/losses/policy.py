@@ -15,6 +15,9 @@ from flowjax.losses.ratios import (
     LARGEST_LOG_RATIO,
     Correction,
     Scalar,
+    at_least_float32,
+    check_choice,
+    check_dimensions,
     correction_weights,
     m2po_bounds,
     masked_sum,
@@ -94,9 +97,11 @@ def check_loss_options(kind: str, options: Mapping[str, Any]) -> None:
         LossError: with the field, its value and what to write instead.
     """
     field, kinds = "config.loss.options", typing.get_args(Kind)
+    if not isinstance(options, Mapping):
+        raise LossError(f"{field} is {options!r}: give a map of options, {{}} for none")
     if kind not in kinds:
         no_path = "; a path is not taken here: your own goes into flowjax/losses/policy.py, see docs/losses.md"
-        known = f"it is one of {', '.join(kinds)}{no_path if ':' in kind else ''}"
+        known = f"it is one of {', '.join(kinds)}{no_path if ':' in str(kind) else ''}"
         raise LossError(f"config.loss.kind is {kind!r}{nearest(kind, kinds)}; {known}")
     for option in options:
         if option in _ONLY_OF and kind not in _ONLY_OF[option]:
@@ -148,9 +153,9 @@ def policy_loss(
 ) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]:
     """The loss to minimise as (sum, denominator, metrics); divide once, after adding up micro-batches.
 
-    r = pi / pi_old, pi_old being `proximal_logprobs` where given and the sampler's log-probabilities otherwise.
-    Metrics are sums over tokens, too, to be divided by their `tokens`. `docs/losses.md` has the formulas, their sources
-    and pictures of what each clip rule cuts away.
+    r = pi / pi_old, pi_old being `proximal_logprobs` where given and the sampler's log-probabilities otherwise. All is
+    computed in float32 at least. Metrics are sums over tokens, too, to be divided by their `tokens`. `docs/losses.md`
+    has the formulas, their sources and pictures of what each clip rule cuts away.
 
     Args:
         logprobs: of the sampled tokens under the policy being trained, at the sampling temperature.
@@ -163,10 +168,17 @@ def policy_loss(
         ratio_bounds: m2po: bounds from `m2po_bounds` over the whole optimiser batch; None finds them in these tokens.
         sequences: id of each token's sequence, below `sequence_count`; by default the row of a two-dimensional batch.
         sequence_count: static bound on those ids; by default the number of tokens, or of rows if ids are rows.
-        trajectory_tokens: trajectory_mean_token_mean: sampled tokens of each token's whole trajectory.
+        trajectory_tokens: trajectory_mean_token_mean: sampled tokens of each token's whole trajectory, 1 or more.
+
+    Raises:
+        ValueError: an unknown objective, correction or aggregation; an argument is missing or has other dimensions.
     """
+    check_choice("kind", kind, Kind)
+    check_dimensions(logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages, mask=mask)
+    mask = jnp.broadcast_to(mask.astype(bool), logprobs.shape)
+    logprobs, behaviour_logprobs, advantages = map(at_least_float32, (logprobs, behaviour_logprobs, advantages))
     sequences, sequence_count = _sequence_ids(logprobs, sequences, sequence_count)
-    old = behaviour_logprobs if proximal_logprobs is None else proximal_logprobs
+    old = behaviour_logprobs if proximal_logprobs is None else at_least_float32(proximal_logprobs)
     # Chosen by `where`, not by a product with the mask: 0 * NaN would be NaN, and a gradient of it too.
     old = jax.lax.stop_gradient(jnp.where(mask, old, 0.0))
     logprobs = jnp.where(mask, logprobs, 0.0)
@@ -342,6 +354,7 @@ def _mismatch_weights(
     """Weights that correct for the engine's mu, which sampled the tokens. With a proximal policy they are made of
     proximal / mu. Without one, the objective's ratio pi / mu corrects already (`reinforce` and `cross_entropy` have no
     ratio, so there nothing does), and only masks are allowed: they keep or drop tokens by pi / mu."""
+    check_choice("correction", options.correction, Correction)
     if options.correction == "none":
         return jnp.ones_like(tokens.logprobs)
     if not is_decoupled and options.needs_proximal:
@@ -383,6 +396,8 @@ def aggregate(
 
     A sequence must not be spread over micro-batches, or it counts once in each. A trajectory may.
     """
+    check_choice("aggregation", aggregation, Aggregation)
+    values, mask = at_least_float32(values), jnp.broadcast_to(mask.astype(bool), values.shape)
     if aggregation == "token_mean":
         return masked_sum(values, mask), jnp.sum(mask).astype(values.dtype)
     if aggregation == "trajectory_mean_token_mean":

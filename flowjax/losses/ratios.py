@@ -1,11 +1,14 @@
 """Functions of tokens' log-ratios: sums over masked tokens and sequences, KL estimates, the mismatch between sampler
 and trainer with weights that correct for it, M2PO's clip bounds."""
 
-from typing import Literal
+import typing
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from flowjax.fields import nearest
 
 Correction = Literal[
     "none",
@@ -25,12 +28,35 @@ LARGEST_KL = 10.0
 WIDEST_LOW, WIDEST_HIGH = 0.95, 20.0  # M2PO's bounds where nothing needs to be clipped
 _SLACK = 1e-5  # so that rounding never clips the token that M2PO's bound was taken from
 
+
+def check_choice(what: str, given: str, choices: Any) -> None:
+    """Raises:
+    ValueError: `given` is not one of a Literal's values.
+    """
+    if given not in (known := typing.get_args(choices)):
+        raise ValueError(f"{what} is {given!r}{nearest(given, known)}; it is one of {', '.join(known)}")
+
+
+def check_dimensions(tokens: jax.Array, **others: jax.Array) -> None:
+    """Raises:
+    ValueError: one of `others` has not one entry for each of `tokens`, nor one for each of its rows or columns.
+    """
+    for name, array in others.items():
+        if array.ndim != tokens.ndim:
+            raise ValueError(f"{name} has shape {array.shape}, logprobs {tokens.shape}: give one for each token")
+
+
 # ---------------------------------------------------------------------------------------------------------- reductions
+
+
+def at_least_float32(values: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+    """`values` in float32 if they have fewer bits: bfloat16 counts to 256, and float16 to 65,504."""
+    return values.astype(jnp.promote_types(values.dtype, jnp.float32))
 
 
 def masked_sum(values: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]) -> Float[Array, ""]:
     """Sum over the tokens with `mask`; values elsewhere are ignored, NaN included."""
-    return jnp.sum(jnp.where(mask, values, 0.0))
+    return jnp.sum(jnp.where(mask, at_least_float32(values), 0.0))
 
 
 def masked_max(values: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]) -> Float[Array, ""]:
@@ -41,10 +67,14 @@ def masked_max(values: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]) ->
 def sequence_sums(
     values: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"], sequences: Int[Array, "*tokens"], count: int
 ) -> tuple[Float[Array, "sequences"], Float[Array, "sequences"]]:
-    """Sum of `values` and number of tokens of each sequence; zeros for ids without a token. `count` bounds the ids."""
-    ids = sequences.reshape(-1)
+    """Sum of `values` and number of tokens of each sequence; zeros for ids without a token.
+
+    `count` bounds the ids. If a token with `mask` has another id, all sums are NaN: it would be missing in them.
+    """
+    values, ids = at_least_float32(values), sequences.reshape(-1)
     kept = jnp.where(mask, values, 0.0).reshape(-1)
-    sums = jnp.zeros(count, values.dtype).at[ids].add(kept)
+    lost = jnp.any(mask.reshape(-1) & ((ids < 0) | (ids >= count)))
+    sums = jnp.where(lost, jnp.nan, jnp.zeros(count, values.dtype).at[ids].add(kept))
     return sums, jnp.zeros(count, values.dtype).at[ids].add(mask.reshape(-1).astype(values.dtype))
 
 
@@ -60,9 +90,14 @@ def sequence_means(
 
 
 def kl_penalty(
-    logprobs: Float[Array, "*tokens"], reference_logprobs: Float[Array, "*tokens"], kind: KlKind = "k3"
+    logprobs: Float[Array, "*tokens"],
+    reference_logprobs: Float[Array, "*tokens"],
+    kind: KlKind = "k3",
+    mask: Bool[Array, "*tokens"] | None = None,
 ) -> Float[Array, "*tokens"]:
     """Estimate of KL(pi || reference) on each sampled token, d = log pi - log reference. Schulman 2020.
+
+    Where `mask` is False it is 0, NaN has no part in it nor in its gradient.
 
     k1   d                    unbiased, noisy, may be negative; its gradient as a loss is zero in expectation
     k2   d^2 / 2              its gradient is that of the KL
@@ -70,7 +105,9 @@ def kl_penalty(
                               Bounded at 10, beyond which the gradient is zero: such a token is not pulled back
     abs  |d|
     """
-    difference = logprobs - reference_logprobs
+    check_choice("kl kind", kind, KlKind)
+    difference = at_least_float32(logprobs) - at_least_float32(reference_logprobs)
+    difference = difference if mask is None else jnp.where(mask, difference, 0.0)
     if kind == "k1":
         return difference
     if kind == "k2":
@@ -78,9 +115,7 @@ def kl_penalty(
     if kind == "k3":
         bounded = jnp.maximum(difference, -LARGEST_KL)  # its exponential must not become infinite
         return jnp.minimum(jnp.expm1(-bounded) + bounded, LARGEST_KL)
-    if kind == "abs":
-        return jnp.abs(difference)
-    raise ValueError(f"kl kind is {kind!r}, it is one of k1, k2, k3, abs")
+    return jnp.abs(difference)
 
 
 # ----------------------------------------------------------------------------------- mismatch of sampler and trainer
@@ -144,7 +179,8 @@ def correction_weights(
     sequence_geometric_mask  1 where the geometric mean lies in [low, high], else 0
     sequence_outlier_mask    1 where every token of the sequence lies in [low, high], else 0
     """
-    log_ratio = jax.lax.stop_gradient(jnp.where(mask, log_ratio, 0.0))
+    check_choice("correction", correction, Correction)
+    log_ratio = jax.lax.stop_gradient(jnp.where(mask, at_least_float32(log_ratio), 0.0))
     log_ratio = jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     ratio = jnp.exp(log_ratio)
     inside = (ratio >= low) & (ratio <= high)
@@ -186,6 +222,7 @@ def m2po_bounds(
 
     Among the tokens whose ratio moved where the advantage pushes, drop the largest squared log-ratios until the mean of
     the rest is below `threshold`; the largest that stays is tau^2, and the ratio may go from exp(-tau) to exp(tau).
+    The smallest always stays, even above the threshold.
 
     Pass the tokens of the whole optimiser batch: bounds found in each micro-batch would depend on how it was split. So
     the trainer goes over the batch twice, forward for these bounds, then for the gradient with `ratio_bounds`.
@@ -193,7 +230,7 @@ def m2po_bounds(
     Args:
         old_logprobs: denominator of the ratio: the sampler's log-probabilities, or the proximal policy's.
     """
-    log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs).reshape(-1)
+    log_ratio = jax.lax.stop_gradient(at_least_float32(logprobs) - at_least_float32(old_logprobs)).reshape(-1)
     advantages, mask = advantages.reshape(-1), mask.reshape(-1)
     pushed = mask & (((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0)))
     squares = jnp.where(pushed, jnp.square(log_ratio), 0.0)

@@ -5,8 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flowjax.credit.table import TableError, build_table, columns_of, table_from_columns, table_rows
+from flowjax.credit.estimators import CreditError, estimate
+from flowjax.credit.table import (
+    TableError,
+    build_table,
+    columns_of,
+    segment_statistics,
+    table_from_columns,
+    table_rows,
+)
 from flowjax.records import Group, Task, Trajectory, Turn
+
+ONE = np.array([1.0])
 
 
 def turn(before: int, after: int, *, reward: float = 0.0, terminal: bool = False, policy: str = "agent") -> Turn:
@@ -149,3 +159,44 @@ def test_bad_columns_are_refused(change, message):
 def test_a_missing_column_is_named():
     with pytest.raises(TableError, match="column reward is missing"):
         table_from_columns({name: column for name, column in GOOD.items() if name != "reward"})
+
+
+@pytest.mark.parametrize("name", ["score", "reward"])
+def test_a_number_whose_square_no_float32_holds_is_refused(name):
+    columns = columns_of(build_table([group(trajectory(turn(1, 2)))], ONE))
+    columns = {key: column[:1] for key, column in columns.items() if key != "successor"}
+    with pytest.raises(TableError, match=rf"column {name}, row 0: -?2e\+20 is beyond 1e\+09: scale it"):
+        table_from_columns(columns | {name: np.array([-2e20])})
+
+
+def test_a_group_of_two_policies_is_refused():
+    mixed = group(trajectory(turn(1, 2)), replace(trajectory(turn(1, 2), name="b"), policy="other"))
+    with pytest.raises(TableError, match="column group, row 0: group 'g' is of agent and other"):
+        build_table([mixed], np.array([1.0, 0.0]))
+
+
+def test_states_may_be_segments_though_their_ids_exceed_the_rows():
+    """Start and end states of each turn are numbered together: twice as many as turns."""
+    groups = [group(*(trajectory(turn(0, 1 + i), name=str(i)) for i in range(8)), name=str(n)) for n in range(32)]
+    table = build_table(groups, np.tile(np.arange(8.0), 32))
+    assert table.state.max() >= len(table.state) == 256
+    count, mean, _ = segment_statistics(table.score, table.state, table.mask)
+    np.testing.assert_array_equal(count, 8)
+    np.testing.assert_allclose(mean, 3.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("grpo", {"norm": "std"}, r"config\.credit\.options\.norm is 'std'"),
+        ("gigpo", {"rewards": "env"}, r"config\.credit\.options\.rewards is 'env'"),
+        ("rewardflow", {"gamma": 95}, r"config\.credit\.options\.gamma is 95"),
+        ("best_of_group", {"norm": "none"}, r"config\.credit\.options\.norm is 'none'"),
+        ("pass_at_k", {"k": 0}, r"config\.credit\.options\.k is 0"),
+        ("grpo", {"gamma": 0.9}, r"config\.credit\.options\.gamma"),
+    ],
+)
+def test_an_option_that_an_estimator_does_not_take_is_refused_where_it_is_called(name, options, message):
+    table = build_table([group(trajectory(turn(1, 2)))], ONE)
+    with pytest.raises(CreditError, match=message):
+        estimate(table, name, **options)

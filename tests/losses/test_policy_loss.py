@@ -1,6 +1,9 @@
 """Objectives: values by hand, gradients against finite differences in float64, micro-batches that add up."""
 
+import subprocess
+import sys
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,16 @@ import numpy as np
 import pytest
 
 from flowjax.losses.policy import Kind, LossError, LossOptions, aggregate, check_loss_options, policy_loss
-from flowjax.losses.ratios import correction_weights, kl_penalty, m2po_bounds, mismatch_metrics, mismatch_of_sequences
+from flowjax.losses.ratios import (
+    KlKind,
+    correction_weights,
+    kl_penalty,
+    m2po_bounds,
+    masked_sum,
+    mismatch_metrics,
+    mismatch_of_sequences,
+    sequence_sums,
+)
 
 TOKENS = 40
 
@@ -434,3 +446,108 @@ def test_good_options_pass():
     assert LossOptions(correction="token_truncate").needs_proximal
     assert not LossOptions(correction="token_mask").needs_proximal
     assert not LossOptions().needs_proximal
+
+
+def long_batch(dtype: Any) -> tuple[Any, ...]:
+    """Four rows of 600 tokens: log-probabilities, the sampler's, advantages, all rounded to `dtype`, and the mask."""
+    random = np.random.default_rng(0)
+    logprobs = -random.exponential(size=(4, 600))
+    behaviour = logprobs - 0.1 * random.normal(size=logprobs.shape)
+    rounded = (jnp.asarray(x, dtype) for x in (logprobs, behaviour, random.normal(size=logprobs.shape)))
+    return *rounded, jnp.ones(logprobs.shape, bool)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("ppo", {"aggregation": "sequence_mean_token_mean"}),
+        ("gspo", {}),
+        ("cross_entropy", {"aggregation": "sequence_mean_token_sum"}),
+        ("ppo", {"correction": "sequence_geometric_mask"}),
+        ("m2po", {}),
+    ],
+)
+def test_numbers_of_16_bits_are_not_added_up_in_16_bits(dtype, kind, options):
+    """bfloat16 counts to 256: longer sequences were divided by that."""
+    *narrow, mask = long_batch(dtype)
+
+    def mean(logprobs: jax.Array, *rest: jax.Array) -> jax.Array:
+        total, denominator, _ = policy_loss(logprobs, *rest, kind=kind, options=LossOptions(**options))
+        return total / denominator
+
+    wide = [x.astype(jnp.float32) for x in narrow]
+    (found, slope), (exact, expected) = (jax.value_and_grad(mean)(*x, mask) for x in (narrow, wide))
+    assert float(found) == pytest.approx(float(exact), rel=1e-6)
+    np.testing.assert_allclose(slope.astype(jnp.float32), expected, rtol=1e-2, atol=1e-7)  # rounded once, at the end
+
+
+def test_a_ratio_beyond_float16_has_a_finite_gradient():
+    logprobs, _, advantages, mask = long_batch(jnp.float16)
+
+    def mean(logprobs: jax.Array) -> jax.Array:
+        total, denominator, _ = policy_loss(logprobs, logprobs - 13, advantages, mask, kind="importance")
+        return total / denominator
+
+    assert jnp.isfinite(jax.grad(mean)(logprobs)).all()
+    assert masked_sum(jnp.ones(131_072, jnp.float16), jnp.ones(131_072, bool)) == 131_072
+
+
+def test_a_token_of_a_sequence_out_of_range_is_not_lost_in_silence():
+    values, mask = jnp.ones((4, 6)), jnp.ones((4, 6), bool).at[0, 0].set(False)
+    for ids in (jnp.arange(22, 26), jnp.arange(1, 5), -jnp.arange(4)):
+        sequences = jnp.broadcast_to(ids[:, None], mask.shape)
+        assert jnp.isnan(sequence_sums(values, mask, sequences, 4)[0]).all()
+    sequences = jnp.broadcast_to(jnp.arange(4)[:, None], mask.shape).at[0, 0].set(99)  # which does not count
+    np.testing.assert_array_equal(sequence_sums(values, mask, sequences, 4)[0], [5, 6, 6, 6])
+
+
+# Types are checked inside tests, and so before this. A user's program checks none.
+WRONG_CALLS = """
+import jax.numpy as jnp
+from flowjax.losses.policy import LossOptions, check_loss_options, policy_loss
+tokens = jnp.arange(24.0).reshape(4, 6) / 9
+mask = tokens < 2
+for given in (
+    {"kind": "grpo"},
+    {"options": LossOptions(aggregation="token_means", sequence_tokens=10)},
+    {"options": LossOptions(correction="token_maks")},
+    {"advantages": jnp.ones(4)},
+    {"mask": jnp.ones(6, bool)},
+):
+    try:
+        policy_loss(tokens, **({"behaviour_logprobs": 0.9 * tokens, "advantages": tokens - 1, "mask": mask} | given))
+    except ValueError as error:
+        print(error)
+for kind, options in (("ppo", None), (3, {})):
+    try:
+        check_loss_options(kind, options)
+    except ValueError as error:
+        print(error)
+whole = tokens[:, :1] < 2
+for same in ((mask, mask * 0.5, mask * 3), (jnp.broadcast_to(whole, mask.shape), whole)):
+    found = [policy_loss(tokens, 0.9 * tokens, tokens - 1, each) for each in same]
+    print(len({(float(total), float(count), float(of["tokens"])) for total, count, of in found}))
+"""
+
+
+def test_what_policy_loss_cannot_mean_is_refused_and_a_mask_counts_what_it_means():
+    done = subprocess.run([sys.executable, "-c", WRONG_CALLS], capture_output=True, text=True, check=True)
+    kind, aggregation, correction, advantages, mask, options, number, *distinct = done.stdout.splitlines()
+    assert kind.startswith("kind is 'grpo'") and "it is one of ppo, gspo" in kind
+    assert aggregation.startswith("aggregation is 'token_means' (did you mean 'token_mean'?); it is one of token_mean")
+    assert correction.startswith("correction is 'token_maks' (did you mean 'token_mask'?)")
+    assert advantages == "advantages has shape (4,), logprobs (4, 6): give one for each token"
+    assert mask == "mask has shape (6,), logprobs (4, 6): give one for each token"
+    assert options == "config.loss.options is None: give a map of options, {} for none"
+    assert number.startswith("config.loss.kind is 3; it is one of ppo")
+    assert distinct == ["1", "1"]
+
+
+def test_the_kl_of_padding_is_zero_and_so_is_its_gradient():
+    mask = jnp.array([True, False, False])
+    reference = jnp.array([-2.0, jnp.nan, -jnp.inf])
+    for kind in typing.get_args(KlKind):
+        found = jax.value_and_grad(lambda x, kind=kind: kl_penalty(x, reference, kind, mask).sum())
+        value, slope = found(jnp.array([-1.0, -1.0, -jnp.inf]))
+        assert jnp.isfinite(value) and slope[0] != 0 and not slope[1:].any()
