@@ -219,6 +219,7 @@ class _Session:
         answers: list[tuple[str, Any]] = []
         with self.box(_runner(), output_bytes) as box:
             box.send(self.job(mode, output_bytes=output_bytes))
+            _await_start(box)
             for number, value in enumerate(inputs):
                 data = marshal.dumps(value, 2)
                 box.send(b"%d\n" % len(data) + data)
@@ -278,6 +279,7 @@ def _checks(session: _Session, cases: Sequence[Check]) -> list[str]:
     with session.box(_runner(), TALK_BYTES) as tester, session.box(_runner(), TALK_BYTES) as tested:
         tested.send(session.job("serve", **talk))
         tested.limit_question(session.case_cpu_s)
+        _await_start(tested)
         line = tested.read_line()
         loaded = _read(line) if line is not None and len(line) <= NAMES_BYTES else []
         if loaded[:1] != ["names"]:
@@ -286,6 +288,7 @@ def _checks(session: _Session, cases: Sequence[Check]) -> list[str]:
         names = [name for name in loaded[1:] if isinstance(name, str)]
         tests = {"sources": sources, "setup": session.suite.setup, "token": token, "names": names}
         tester.send(session.job("check", program="", **talk, **tests))
+        _await_start(tester)
         ended = ""
         while (line := tester.read_line()) is not None:
             if line.startswith(b"peer "):  # relayed as it is: nothing that the program may have made is decoded here
@@ -332,6 +335,17 @@ def _read(line: bytes) -> list[Any]:
     return message if isinstance(message, list) else []
 
 
+def _await_start(box: Box) -> None:
+    """Read the line that the runner writes before it runs any of the program.
+
+    Raises:
+        NoProcessorError: the machine had no processor for it.
+        OSError: there is none: the box did not start, or was killed, which says nothing about the program.
+    """
+    if (line := box.read_line()) is None or _read(line) != ["ready"]:
+        raise OSError(f"a sandbox did not start: {_ending(box)}{box.complaint}")
+
+
 def _ending(box: Box) -> str:
     """Reason for which a box has stopped answering.
 
@@ -344,6 +358,15 @@ def _ending(box: Box) -> str:
         )
     reasons = {"timeout": "took too long", "output": "printed too much", "killed": "was killed (memory or time)"}
     return reasons.get(box.status or "", "the program ended before it answered")
+
+
+def normal_form(program: str) -> str:
+    """A program without layout and comments; as it is where Python cannot parse it, or write its syntax tree."""
+    module = parse_quietly(program)
+    try:
+        return program.strip() if module is None else ast.dump(module)
+    except (RecursionError, ValueError):  # deep, or an integer of more digits than Python turns into text
+        return program.strip()
 
 
 @functools.cache

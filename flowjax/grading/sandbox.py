@@ -54,6 +54,7 @@ __all__ = [
 Status = Literal["ok", "error", "killed", "timeout", "output", "no_processor"]
 BUBBLEWRAP, RLIMITS_ONLY = "bubblewrap", "rlimits only"
 _CHUNK_BYTES = 1 << 16
+_COMPLAINT_CHARACTERS = 200
 _PROBE = "open('/dev/null', 'w').close(); print('ready')"  # opens /dev/null, which libraries need on import
 _BULK_BYTES = 1 << 12  # size of the smallest pipe: after moving as much, the program may have waited for us
 _LATE_S = 1.0  # most that counts between two looks: the machine stood still if it was longer
@@ -253,6 +254,12 @@ class Box:
     def status(self) -> Status | None:
         """The limit that the program has broken, None before it breaks one."""
         return self._ending
+
+    @property
+    def complaint(self) -> str:
+        """The last line of stderr so far, in brackets; "" for none."""
+        lines = self._output["stderr"].decode(errors="replace").split("\n")
+        return next((f" ({line.strip()[:_COMPLAINT_CHARACTERS]})" for line in reversed(lines) if line.strip()), "")
 
     def read_line(self) -> bytes | None:
         """The next whole line of stdout, None where the program ends or breaks a limit first."""

@@ -191,8 +191,8 @@ class _Clock:
 class _Lines:
     """Messages of this box: a job, then lines or sized values, come in; lines of JSON go out."""
 
-    def __init__(self, out):
-        self._out, self._unread = out, bytearray()
+    def __init__(self, into, out):
+        self._into, self._out, self._unread = into, out, bytearray()
 
     def read_job(self):
         while len(self._unread) < 8 or len(self._unread) < 8 + int.from_bytes(self._unread[:8], "little"):
@@ -224,7 +224,7 @@ class _Lines:
         return marshal.loads(data)
 
     def _fill(self):
-        data = _read(0, 1 << 16)
+        data = _read(self._into, 1 << 16)
         self._unread += data
         return len(data)
 
@@ -517,9 +517,12 @@ def _become(codes, files, seconds):
 
 
 def main():
-    # Answers keep the pipe that standard output was; what the program prints goes to standard error from here on.
-    lines = _Lines(os.dup(1))
+    # Messages keep the pipes that standard input and output were. The program reads nothing there, as from an empty
+    # file, and what it prints goes to standard error.
+    lines = _Lines(os.dup(0), os.dup(1))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    lines.write("ready")  # before any of the program runs: a box that ends without it never began
     builtins.exit = builtins.quit = sys.exit  # defined by the module `site`, which is not loaded here (-S)
     job = lines.read_job()
     {"calls": calls, "serve": serve, "check": check, "scripts": scripts}[job["mode"]](job, lines)

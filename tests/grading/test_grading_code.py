@@ -21,6 +21,7 @@ from flowjax.grading.code import (
     from_check,
     judge,
     matches,
+    normal_form,
     same_text,
 )
 from flowjax.grading.sandbox import Limits
@@ -412,3 +413,31 @@ def test_a_strict_comparison_stays_one(operator: str, right: bool):
     suite = Suite(from_assert(f"assert abs(half(9) - 4.5) {operator} 0.5", "half"), "half")
     assert judged("def half(x):\n    return x // 2", suite).success == right
     assert judged("def half(x):\n    return x / 2", suite).success
+
+
+ONE_OF_EACH = (CallCase((1,), 2), Lines("1\n", "2"), Check("assert f(1) == 2"))
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH)
+@pytest.mark.parametrize(
+    "runner", ["raise SystemExit(1)", "print('[\"names\"]')", "import os; os.kill(os.getpid(), 9)"]
+)
+def test_a_box_that_does_not_start_is_no_fault_of_the_program(case, runner: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(code, "_runner", lambda: f"import sys\nprint('no space', file=sys.stderr)\n{runner}")
+    with pytest.raises(OSError, match="a sandbox did not start: "):
+        judged("def f(x): return x + 1\nprint(f(int(input())))", Suite((case,), entry="f"))
+
+
+@pytest.mark.parametrize(
+    "read", ["for line in sys.stdin: print(f(int(line)))", "data = sys.stdin.read()", "open(0).read()", "input"]
+)
+def test_a_program_with_tests_has_an_empty_input(read: str):
+    """It read the messages of the runner, or waited for more of them."""
+    found = judged(f"import sys\ndef f(x): return x + 1\n{read}", Suite((ONE_OF_EACH[0], ONE_OF_EACH[2]), entry="f"))
+    assert found.passed == (True, True)
+
+
+@pytest.mark.parametrize("program", ["M = 0x" + "f" * 4000, "x = " + "-" * 5000 + "1", "x = (", "x = 1"])
+def test_every_program_has_a_normal_form(program: str):
+    """Python turns no integer of more than 4,300 digits into text, and so no syntax tree with one."""
+    assert normal_form(program + "  ") == normal_form(program) != normal_form(f"{program}\ny = 2")

@@ -5,7 +5,6 @@ that a call's instruction reaches all of them alike. A reply that cannot be read
 verdict, vote or answer is guessed from a substring.
 """
 
-import ast
 import json
 import re
 from abc import ABC, abstractmethod
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from flowjax.canvas.values import Field, Message, Problem, State, Value
 from flowjax.grading.answers import chosen, last_boxed, normalise_answer, options_of, without_thoughts
-from flowjax.grading.code import Suite, Verdict, fenced_blocks, parse_quietly
+from flowjax.grading.code import Suite, Verdict, fenced_blocks, normal_form, parse_quietly
 from flowjax.grading.math import plain_form
 from flowjax.grading.sandbox import ProgramResult
 
@@ -369,8 +368,7 @@ def _short(text: str) -> str:
 def plain(candidate: str, problem: Problem) -> str:
     """A normal form of a candidate: equal for candidates that are the same program, option, number or words."""
     if problem.kind == "code":
-        module = parse_quietly(candidate)
-        return candidate.strip() if module is None else ast.dump(module)
+        return normal_form(candidate)
     if problem.kind == "choice" and (letter := chosen(candidate, problem.options)):
         return letter
     form = plain_form(candidate)

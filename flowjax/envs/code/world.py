@@ -52,6 +52,7 @@ from flowjax.grading.code import (
     Verdict,
     fenced_blocks,
     judge,
+    normal_form,
     parse_quietly,
 )
 from flowjax.grading.sandbox import STARTS, IsolationError, Limits, NoProcessorError, require_isolation
@@ -462,9 +463,4 @@ def _does_something(text: str) -> bool:
 
 def normalised(program: str) -> bytes:
     """A program without layout and comments, for the state key; unchanged where it does not parse."""
-    module = parse_quietly(program)
-    try:
-        text = program.strip() if module is None else ast.dump(module)
-    except RecursionError:
-        text = program.strip()
-    return text.encode("utf-8", "surrogatepass")
+    return normal_form(program).encode("utf-8", "surrogatepass")
