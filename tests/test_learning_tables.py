@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import sys
-import tarfile
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -248,8 +247,7 @@ def kept_elsewhere(folder: Path, runs: Mapping[str, Sequence[Path]]) -> dict[str
         (run / "launch.json").write_text(json.dumps({"load": 1.0}))
     names = kept.keep(folder, folder / "kept.tar.xz")
     assert sorted(names) == sorted(run.name for run in itertools.chain(*runs.values()))
-    with tarfile.open(folder / "kept.tar.xz") as archive:
-        archive.extractall(folder / "there", filter="data")
+    kept.unpack(folder / "kept.tar.xz", folder / "there")
     return {name: [folder / "there" / run.name for run in found] for name, found in runs.items()}
 
 

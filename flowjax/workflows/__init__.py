@@ -316,6 +316,8 @@ def _statements(origin: str) -> list[ast.AST]:
     except SyntaxError as error:
         place = f"{origin}, line {error.lineno}" if error.lineno else origin  # none where a byte is zero
         raise WorldError(f"{place}: {error.msg}: mend it") from error
+    except ValueError as error:  # of a zero byte, before Python 3.11.4
+        raise WorldError(f"{origin}: {error}: mend it") from error
 
 
 def _outermost(block: ast.AST) -> Iterator[ast.AST]:

@@ -43,6 +43,14 @@ def keep(out: Path, file: Path) -> list[str]:
     return [run.name for run in runs]
 
 
+def unpack(file: Path, folder: Path) -> None:
+    """Put what `keep` has written to `file` into a folder."""
+    with tarfile.open(file) as archive:
+        # Python has filters from 3.11.4 on, and Debian 12 has 3.11.2.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
+
+
 def kept_of(run: Path) -> Iterator[tuple[str, str]]:
     """Names and texts of a run's files."""
     yield "config.json", _config(run)

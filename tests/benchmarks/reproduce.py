@@ -27,7 +27,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -38,6 +37,7 @@ from absl import app, flags
 
 from flowjax.files import replace_file
 from flowjax.monitor.provenance import read_starts, recorded_start
+from tests.benchmarks.kept import unpack
 from tests.benchmarks.runs import KEPT_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -224,8 +224,7 @@ def printed(command: tuple[str, ...], out: Path, kept: str = "") -> tuple[str | 
         folder.mkdir(parents=True, exist_ok=True)
         arguments = [word.replace("{out}", str(folder / "runs")) for word in command[1:]]
         if kept:
-            with tarfile.open(ROOT / kept) as archive:
-                archive.extractall(folder / "runs", filter="data")
+            unpack(ROOT / kept, folder / "runs")
         print("$ python", *arguments, flush=True)
         with recorded_start([folder], ["python", *arguments]) as start, (folder / "log.txt").open("a") as log:
             # Without its kept results a command would make them, which takes hours.
