@@ -53,18 +53,25 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
 
     Raises:
         ConfigError: an unknown format or dtype, a checkpoint or run that does not exist, or an `out` that does.
-        CheckpointError, ModelError: the checkpoint cannot be read or does not fit the run's model.
+        CheckpointError, ModelError: the checkpoint cannot be read, has numbers that are not finite, or does not fit the
+            run's model.
     """
     if form not in FORMATS:
         raise ConfigError(f"--format={form} is not known: use one of {', '.join(FORMATS)}")
     if dtype and dtype not in DTYPES:
         raise ConfigError(f"--dtype={dtype} is not known: use one of {', '.join(DTYPES)}")
+    if dtype and form == "peft":
+        raise ConfigError(f"--dtype={dtype} is for --format=hf: an adapter keeps the precision in which it was trained")
     if out.exists():
         raise ConfigError(f"--out={out} exists already: name a new folder")
     run, policy, step = _policy_of(checkpoint)
     if problems := other_bases(run, {policy.name: checkpoint.absolute().parent}):
         raise ConfigError("\n".join(problems))
     arrays = read_adapter(checkpoint.parent, step) if has_arrays(checkpoint.parent, step) else None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
+        if not jnp.isfinite(leaf).all():
+            where = jax.tree_util.keystr(path)
+            raise CheckpointError(f"{checkpoint} has numbers that are not finite in {where}: export an earlier one")
     card = model_card(run, policy, step, form)
     if form == "peft":
         _write_peft(policy, arrays, out, _base_of(run, policy), card)

@@ -29,7 +29,7 @@ from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import HeldOutEpisode, summarise, write_held_out
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.run import resolve, write_models
-from flowjax.weights.publish import Checkpoints, read_adapter
+from flowjax.weights.publish import CheckpointError, Checkpoints, read_adapter
 
 MODEL = nano_config(40, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
 TOKENS = np.random.default_rng(0).integers(3, 40, (2, 9))
@@ -195,12 +195,28 @@ def test_an_adapter_names_its_base_as_the_config_does_where_that_was_fetched(run
     assert described["base_model_name_or_path"] == "maker/model"
 
 
+def test_numbers_that_are_not_finite_are_not_handed_on(runs: Path, tmp_path: Path):
+    shutil.copytree(runs / "lora", tmp_path / "run")
+    model = load_decoder(runs / "model", lora=Lora(**LORA), dtype=jnp.float32)
+    state = jax.tree.map(lambda leaf: leaf.at[0].set(jnp.nan), nnx.state(model, LoraParam))
+    with Checkpoints(tmp_path / "run" / "checkpoints" / "agent") as checkpoints:
+        checkpoints.save(5, state, {}, {})
+    for form in ("hf", "peft"):
+        with pytest.raises(
+            CheckpointError, match=r"agent/5 has numbers that are not finite in \['adapter'\]\['q_proj'\]\['a'\]"
+        ):
+            export(tmp_path / "run/checkpoints/agent/5", tmp_path / "out", form=form)
+    assert not (tmp_path / "out").exists()
+
+
 def test_refusals(runs: Path, tmp_path: Path):
     checkpoint, out = runs / "lora/checkpoints/agent/4", tmp_path / "out"
     with pytest.raises(ConfigError, match="--format=gguf is not known: use one of hf, peft"):
         export(checkpoint, out, form="gguf")
     with pytest.raises(ConfigError, match="--dtype=int4 is not known"):
         export(checkpoint, out, form="hf", dtype="int4")
+    with pytest.raises(ConfigError, match="--dtype=bfloat16 is for --format=hf: an adapter keeps the precision"):
+        export(checkpoint, out, form="peft", dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"is not a committed checkpoint: .* has committed steps \[4\]"):
         export(checkpoint.with_name("5"), out, form="hf")
     with pytest.raises(ConfigError, match=r"--out=.* exists already"):
