@@ -20,6 +20,9 @@ _COLLAPSED = 0.1  # times the entropy of the first steps
 _MASTERED = 0.95  # success rate from which low entropy is mastery of the task and no collapse
 _MISMATCH_KL = 0.05  # nats per token; bfloat16 engines are at 1e-4 to 1e-2
 _SKIPPED = 0.2  # share of the steps that had skipped updates
+_LOST = 0.5  # share of the best success rate of as many earlier steps
+_SEEN_TO_FALL = 0.1  # success rate by which it has to have fallen
+_OLD_VERSIONS = 2.0  # mean age of tokens from which objectives differ (docs/losses.md)
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -59,14 +62,14 @@ def not_judged(train: Lines) -> list[str]:
         if steps < _FEWEST_STEPS:
             found.append(f"{policy or 'the policy'}: fewer than {_FEWEST_STEPS} steps, not judged yet")
         elif steps < 2 * _FEWEST_STEPS:
-            late = "entropy and the rise of invalid replies are not judged yet"
+            late = "entropy, the rise of invalid replies and the fall of success are not judged yet"
             found.append(f"{policy or 'the policy'}: fewer than {2 * _FEWEST_STEPS} steps, {late}")
     return found
 
 
 def _no_signal(lines: Lines) -> str:
     share = mean(_newest(lines, "no_signal_share"), "no_signal_share", by="episodes")
-    if share is None or share < _NO_SIGNAL:
+    if share is None or share < _NO_SIGNAL or _lost_success(lines):  # what was won before is not too hard
         return ""
     success = mean(_newest(lines, "success_rate"), "success_rate", by="episodes") or 0.0
     if _SPLIT < success < 1 - _SPLIT:  # each group is all won or all lost
@@ -153,6 +156,36 @@ def _skipped(lines: Lines) -> str:
     )
 
 
+def _lost_success(lines: Lines) -> str:
+    having = [line for line in lines if isinstance(line.get("success_rate"), int | float)]
+    steps = min(RECENT_STEPS, len(having) // 2)
+    if steps < _FEWEST_STEPS:
+        return ""
+    means = [mean(having[end - steps : end], "success_rate", by="episodes") or 0.0 for end in range(steps, len(having))]
+    newest = having[-steps:]
+    now = mean(newest, "success_rate", by="episodes") or 0.0
+    best = max(means[: len(having) - 2 * steps + 1])  # of steps that are not among the newest
+    if now >= _LOST * best or best - now < _SEEN_TO_FALL:
+        return ""
+    end = steps + means.index(best)
+    age = mean(newest, "staleness_mean", by="trained_tokens") or 0.0
+    if age >= _OLD_VERSIONS:
+        remedy = (
+            f"trained tokens are {age:.1f} versions old. Lower config.dataflow.max_staleness, or take ppo or gspo for "
+            "config.loss.kind and no truncated weights: see docs/losses.md, Old tokens"
+        )
+    else:
+        remedy = (
+            "unless its tasks have become harder, lower config.optimizer.learning_rate or raise "
+            "config.loss.kl_coefficient"
+        )
+    return (
+        f"success in training has fallen from {100 * best:.0f} % (steps {having[end - steps].get('step', '?')} to "
+        f"{having[end - 1].get('step', '?')}) to {100 * now:.0f} % (last {steps}): {remedy}. The checkpoint of that "
+        "time is the better one"
+    )
+
+
 RULES: Mapping[str, Callable[[Lines], str]] = {
     "no signal": _no_signal,
     "entropy": _entropy,
@@ -160,6 +193,7 @@ RULES: Mapping[str, Callable[[Lines], str]] = {
     "invalid replies": _invalid,
     "mismatch": _mismatch,
     "skipped updates": _skipped,
+    "lost success": _lost_success,
 }
 
 

@@ -36,6 +36,10 @@ WRONG: dict[str, tuple[dict[str, tuple[float, float]], str]] = {
     "invalid replies": ({"invalid_share": (0.1, 0.84)}, "have risen from 13.4 % .* to 80.6 %"),
     "mismatch": ({"mismatch_kl": (1e-4, 0.2)}, "mismatch KL of engine and trainer is 0.19"),
     "skipped updates": ({"skipped_updates": (0, 99)}, "updates of 9 of the last 9 steps were skipped"),
+    "lost success": (
+        {"success_rate": (0.6, 0.02), "staleness_mean": (0.0, 8.0)},
+        r"fallen from 57 % \(steps 1 to 10\) to 5 % \(last 10\): trained tokens are 7\.6 versions old\. Lower config",
+    ),
 }
 
 
@@ -58,6 +62,29 @@ def test_a_rule_finds_what_it_is_about_and_no_other_rule_does(rule: str):
 @pytest.mark.parametrize("rule", WRONG)
 def test_a_few_steps_say_nothing(rule: str):
     assert diagnose(lines(WRONG[rule][0], 4)) == []
+
+
+# Success in training, in % of each step, of `tests.benchmarks.staleness --objectives=cispo_published --staleness=8`.
+COLLAPSED = (
+    "9 11 12 20 5 10 15 16 16 13 16 23 18 25 34 20 27 33 36 24 34 22 55 39 36 40 37 12 0 2 9 16 5 1 0 8 7 10 9 15"
+)
+
+
+def test_a_run_that_lost_what_it_had_learnt_is_told_so_and_where_it_was_best():
+    rates = [int(percent) / 100 for percent in COLLAPSED.split()]
+    run = [{**HEALTHY, "policy": "agent", "step": step, "success_rate": x} for step, x in enumerate(rates, start=1)]
+    assert diagnose(run[:29]) == []
+    (finding,) = diagnose(run)
+    assert finding.rule == "lost success"
+    assert "fallen from 36 % (steps 18 to 27) to 8 % (last 10)" in finding.text
+    assert "lower config.optimizer.learning_rate" in finding.text  # its tokens' age is left out here
+    assert diagnose(run[:9]) == []
+    without_signal = [{**line, "no_signal_share": 0.97} for line in run]
+    assert [finding.rule for finding in diagnose(without_signal)] == ["lost success"]  # easier tasks are no remedy
+
+
+def test_success_that_was_never_much_cannot_be_lost():
+    assert diagnose(lines({"success_rate": (0.08, 0.01)})) == []
 
 
 def test_groups_that_are_all_won_want_harder_tasks():
