@@ -389,6 +389,8 @@ def matches(case: CallCase, answer: Any) -> bool:
     expected = sandbox_runner.encode(case.expected)
     if _nodes(answer, _nodes(expected)) != _nodes(expected):
         return False  # equal data has equally many parts; this also bounds what hostile data costs to decode
+    if _largest_hashed(answer) > _largest_hashed(expected):
+        return False  # no set or dict is larger in equal data: values of equal hash cost the square of their number
     try:
         value, wanted = sandbox_runner.decode(answer), case.expected
         if case.tolerance is not None:
@@ -410,6 +412,17 @@ def _nodes(value: Any, most: float = float("inf")) -> int:
         if isinstance(part, list) and part and part[0] not in _LEAVES:
             stack += part[1:]
     return count
+
+
+def _largest_hashed(value: Any) -> int:
+    """Length of the largest encoded set or dict in an encoded value."""
+    largest, stack = 0, [value]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, list) and part and part[0] not in _LEAVES:
+            largest = max(largest, len(part) if part[0] in ("set", "frozenset", "dict") else 0)
+            stack += part[1:]
+    return largest
 
 
 def _as_json(value: Any) -> Any:

@@ -93,6 +93,8 @@ def test_numbers_that_collide_cost_nothing():
     """Integers of equal hash make sets quadratic: what is larger than the expected is not even built."""
     hostile = ["set", *(encode(n * (2**61 - 1)) for n in range(200_000))]
     assert not matches(CallCase((), {1, 2}), hostile)
+    assert not matches(CallCase((), list(range(200_000))), hostile)  # of as many parts
+    assert not matches(CallCase((), [{1}, *range(199_998)]), ["list", hostile[:200_000]])
 
 
 @pytest.mark.parametrize(
