@@ -8,10 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from flowjax.canvas.backends import Prices
 from flowjax.config import ConfigError, save_run
@@ -19,6 +22,9 @@ from flowjax.evaluate import Evaluation, begin, leases_of, main, read_requests, 
 from flowjax.launch.checks import check_config
 from flowjax.launch.command_line import load_recipe
 from flowjax.launch.machine import hold
+from flowjax.models.decoder import Decoder
+from flowjax.models.lora import ALL_TARGETS, Lora, LoraParam
+from flowjax.models.nano import nano_config
 from flowjax.monitor.held_out import HeldOutEpisode, markdown, rows, summarise
 from flowjax.monitor.statistics import pass_at_k, task_interval
 from flowjax.records import Episode
@@ -180,14 +186,22 @@ def test_the_base_model_plays_in_place_of_the_checkpoint_and_greedily_if_asked(r
     assert config.agents.to_dict() == {"first": "base", "second": "large"}
 
 
-def test_a_program_of_one_s_own_reads_a_checkpoint_as_the_page_says(run):
+def test_a_program_of_one_s_own_reads_a_checkpoint_as_the_page_says(tmp_path):
+    """One of the trainer's own state: by hand it was saved in another layout, and the page said that."""
+    model = nano_config(40, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
+    decoder = Decoder(model, lora=Lora(rank=2, alpha=4.0), dtype=jnp.float32, key=jax.random.key(0))
+    trained = nnx.state(decoder, LoraParam)
+    with Checkpoints(tmp_path / "checkpoints" / "agent") as checkpoints:
+        checkpoints.save(60, trained, {}, {})
     page = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
     [program] = re.findall(r"```python\n(from pathlib.*?)```", page, re.DOTALL)
-    found: dict[str, dict[str, dict[str, np.ndarray]]] = {}
-    exec(program.replace("runs/sokoban-nano/checkpoints/agent/60", str(run / "checkpoints" / "solver" / "2")), found)
-    adapter = found["adapter"]
-    assert list(adapter) == ["q_proj"] and adapter["q_proj"]["b"].shape == (1, 2, 8)
-    np.testing.assert_array_equal(adapter["q_proj"]["a"], np.ones((1, 8, 2)))
+    found: dict[str, Any] = {}
+    exec(program.replace("runs/sokoban-nano/", f"{tmp_path}/"), found)
+    assert found["adapter"].keys() == set(ALL_TARGETS)
+    assert found["a"].shape == (2, 16, 2) and found["b"].shape[:2] == (2, 2)
+    pure = nnx.to_pure_dict(trained)["adapter"]["q_proj"]
+    np.testing.assert_array_equal(found["a"], pure["a"])
+    np.testing.assert_array_equal(found["b"], pure["b"])
 
 
 def test_a_checkpoint_that_speaks_for_no_agent_is_not_evaluated(run):
