@@ -179,10 +179,12 @@ def _lost_success(lines: Lines) -> str:
             "unless its tasks have become harder, lower config.optimizer.learning_rate or raise "
             "config.loss.kl_coefficient"
         )
+    first, last = (having[place].get("step", place + 1) for place in (end - steps, end - 1))
+    then_age = mean(having[end - steps : end], "staleness_mean", by="trained_tokens") or 0.0
+    played_by = max(0, round((first + last) / 2 - 1 - then_age))  # a step trains on what the version before it played
     return (
-        f"success in training has fallen from {100 * best:.0f} % (steps {having[end - steps].get('step', '?')} to "
-        f"{having[end - 1].get('step', '?')}) to {100 * now:.0f} % (last {steps}): {remedy}. The checkpoint of that "
-        "time is the better one"
+        f"success in training has fallen from {100 * best:.0f} % (steps {first} to {last}) to {100 * now:.0f} % (last "
+        f"{steps}): {remedy}. Better than the newest is the checkpoint of about step {played_by}, which played best"
     )
 
 
