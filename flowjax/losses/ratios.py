@@ -97,7 +97,7 @@ def kl_penalty(
 ) -> Float[Array, "*tokens"]:
     """Estimate of KL(pi || reference) on each sampled token, d = log pi - log reference. Schulman 2020.
 
-    Where `mask` is False it is 0, NaN has no part in it nor in its gradient.
+    Where `mask` is False it is 0, and NaN there has no part in it, nor in its gradient.
 
     k1   d                    unbiased, noisy, may be negative; its gradient as a loss is zero in expectation
     k2   d^2 / 2              its gradient is that of the KL

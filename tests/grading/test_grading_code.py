@@ -24,7 +24,7 @@ from flowjax.grading.code import (
     normal_form,
     same_text,
 )
-from flowjax.grading.sandbox import Limits
+from flowjax.grading.sandbox import Box, Limits
 from flowjax.grading.sandbox_runner import decode, encode
 
 PATIENT = Limits(idle_s=30.0, cpu_s=60.0)
@@ -428,6 +428,20 @@ def test_a_box_that_does_not_start_is_no_fault_of_the_program(case, runner: str,
     monkeypatch.setattr(code, "_runner", lambda: f"import sys\nprint('no space', file=sys.stderr)\n{runner}")
     with pytest.raises(OSError, match="a sandbox did not start: "):
         judged("def f(x): return x + 1\nprint(f(int(input())))", Suite((case,), entry="f"))
+
+
+def test_a_program_that_breaks_a_limit_as_soon_as_it_runs_is_at_fault(monkeypatch: pytest.MonkeyPatch):
+    """Where this process comes late, it may see the runner's first line and the broken limit at once."""
+    look = Box._look
+
+    def late(box: Box, *, answered: bool) -> None:
+        look(box, answered=answered)
+        if b"ready" in box._output["stdout"] and box.status is None:
+            box._break("killed")
+
+    monkeypatch.setattr(Box, "_look", late)
+    found = judged("def f(x): return x + 1", Suite((ONE_OF_EACH[0],), entry="f"))
+    assert found.passed == (False,) and found.remarks == ("was killed (memory or time)",)
 
 
 @pytest.mark.parametrize(
