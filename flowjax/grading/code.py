@@ -209,30 +209,33 @@ class _Session:
         data = marshal.dumps({**fields, "case_cpu_s": self.case_cpu_s, **more}, 2)
         return len(data).to_bytes(8, "little") + data
 
-    def ask_all(self, mode: str, room_bytes: int, inputs: Sequence[Any]) -> list[tuple[str, Any]]:
-        """The program's answer to each input: "ok" and a result, or "error" and a remark.
+    def ask_all(self, mode: str, rooms_bytes: Sequence[int], inputs: Sequence[Any]) -> list[tuple[str, Any]]:
+        """The program's answer to each input: "ok" and a result, or "error" and a remark. Each may be as long as its
+        room and the limit on output together: to read one as JSON takes up to 25 times its length in memory, here.
 
         An input is sent only after the answer to the one before it. So an answer to a public test cannot depend on the
         inputs of hidden ones.
         """
-        output_bytes = self.limits.output_bytes + room_bytes
+        output_bytes = self.limits.output_bytes + sum(rooms_bytes)
         answers: list[tuple[str, Any]] = []
         with self.box(_runner(), output_bytes) as box:
             box.send(self.job(mode, output_bytes=output_bytes))
             _await_start(box)
-            for number, value in enumerate(inputs):
+            for number, (value, room_bytes) in enumerate(zip(inputs, rooms_bytes, strict=True)):
                 data = marshal.dumps(value, 2)
                 box.send(b"%d\n" % len(data) + data)
                 box.limit_question(self.case_cpu_s * (1 if number else 2))  # the first waits for the program to load
-                answer = _answer_to(box, number)
+                answer = _answer_to(box, number, self.limits.output_bytes + room_bytes)
                 answers.append(answer or ("error", _ending(box)))
                 if answer is None or answer[0] == "load":
                     break
         return answers + [("error", answers[-1][1])] * (len(inputs) - len(answers))
 
 
-def _answer_to(box: Box, number: int) -> tuple[str, Any] | None:
+def _answer_to(box: Box, number: int, most_bytes: int) -> tuple[str, Any] | None:
     for line in _lines_of(box):
+        if len(line) > most_bytes:
+            return "error", "returned too much"
         answer = _read(line)
         if answer[:1] == ["load"] and len(answer) == 2 and number == 0:
             return "load", answer[1]
@@ -243,9 +246,10 @@ def _answer_to(box: Box, number: int) -> tuple[str, Any] | None:
 
 def _calls(session: _Session, cases: Sequence[CallCase]) -> list[str]:
     arguments = [sandbox_runner.encode(case.arguments) for case in cases]
-    room_bytes = 4 * sum(len(repr(case.expected)) for case in cases)
+    # As long as they are when sent: a float takes ten times the digits that Python prints.
+    rooms_bytes = [4 * len(json.dumps(sandbox_runner.encode(case.expected))) for case in cases]
     remarks = []
-    for case, (kind, value) in zip(cases, session.ask_all("calls", room_bytes, arguments), strict=True):
+    for case, (kind, value) in zip(cases, session.ask_all("calls", rooms_bytes, arguments), strict=True):
         if kind != "ok":
             remarks.append(_short(str(value)) or "failed")
         else:
@@ -254,9 +258,9 @@ def _calls(session: _Session, cases: Sequence[CallCase]) -> list[str]:
 
 
 def _scripts(session: _Session, cases: Sequence[Lines]) -> list[str]:
-    room_bytes = 4 * sum(len(case.output) for case in cases)
+    rooms_bytes = [4 * len(json.dumps(case.output)) for case in cases]
     remarks = []
-    answers = session.ask_all("scripts", room_bytes, [case.input for case in cases])
+    answers = session.ask_all("scripts", rooms_bytes, [case.input for case in cases])
     for case, (kind, value) in zip(cases, answers, strict=True):
         if kind != "ok":
             remarks.append(_short(str(value)) or "failed")

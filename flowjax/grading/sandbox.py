@@ -54,6 +54,7 @@ __all__ = [
 Status = Literal["ok", "error", "killed", "timeout", "output", "no_processor"]
 BUBBLEWRAP, RLIMITS_ONLY = "bubblewrap", "rlimits only"
 _CHUNK_BYTES = 1 << 16
+_REPORT_BYTES = 1 << 12  # of bubblewrap's two lines of JSON
 _COMPLAINT_CHARACTERS = 200
 _PROBE = "open('/dev/null', 'w').close(); print('ready')"  # opens /dev/null, which libraries need on import
 _BULK_BYTES = 1 << 12  # size of the smallest pipe: after moving as much, the program may have waited for us
@@ -173,6 +174,7 @@ def run(
     Raises:
         IsolationError: see `require_isolation`.
         NoProcessorError: `STARTS` times in a row the machine had no processor for it.
+        OSError: the box did not start, which says nothing about the program.
     """
     where = isolation or require_isolation(allow_none=allow_none)
     limits = limits or Limits()
@@ -200,6 +202,7 @@ class Box:
         packages = [os.path.realpath(folder) for folder in packages]
         self._folder: str | None = None
         self._group: ControlGroup | None = None
+        self._report: int | None = None  # descriptor of bubblewrap's report: what it writes there is JSON
         self._pending = bytearray()
         self._input_ended = False
         self._ending: Status | None = None
@@ -284,10 +287,18 @@ class Box:
             pass
         self._await_exit()
         status, cpu_s = self._exit or (signal.SIGKILL, 0.0)
+        if self._ending is None and not self._began(status):
+            raise OSError(f"a sandbox did not start{self.complaint}")
         cpu_s = max(cpu_s, self._watch.cpu_s)  # `wait4` does not count descendants that were killed unreaped
         seconds = time.monotonic() - self._started_s
         out, err = (bytes(self._output[name][: self._limits.output_bytes]) for name in ("stdout", "stderr"))
         return ProgramResult(out, err, self._ending or _status(status), seconds, cpu_s, self._isolation.name)
+
+    def _began(self, status: int) -> bool:
+        """False if bubblewrap has ended by itself before the program was there: it could not make the box."""
+        if self._report is None or not os.WIFEXITED(status) or not os.WEXITSTATUS(status):
+            return True
+        return b'"exit-code"' in os.pread(self._report, _REPORT_BYTES, 0)
 
     def _start(self, program: str, packages: Sequence[str]) -> subprocess.Popen[bytes]:
         source = program.encode("utf-8", "surrogatepass")
@@ -300,11 +311,13 @@ class Box:
             program_fd = _memory_file(stack, source)
             calls = seccomp_filter()
             filter_fd = None if calls is None else _memory_file(stack, calls)
+            self._report = os.memfd_create("report")
             command = bubblewrap_command(
                 self._limits,
                 self._isolation.interpreter,
                 program_fd=program_fd,
                 filter_fd=filter_fd,
+                report_fd=self._report,
                 drop_root=self._isolation.drop_root,
                 packages=packages,
             )
@@ -316,7 +329,7 @@ class Box:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=[program_fd] if filter_fd is None else [program_fd, filter_fd],
+                pass_fds=[fd for fd in (program_fd, filter_fd, self._report) if fd is not None],
                 env={"PATH": os.environ.get("PATH", "/usr/bin")},
             )
 
@@ -439,6 +452,8 @@ class Box:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _remove(self) -> None:
+        if self._report is not None:
+            os.close(self._report)
         if self._group is not None:
             self._group.close()
         if self._folder is not None:

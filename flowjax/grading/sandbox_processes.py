@@ -118,13 +118,14 @@ def bubblewrap_command(
     *,
     program_fd: int,
     filter_fd: int | None,
+    report_fd: int,
     drop_root: bool,
     packages: Sequence[str] = (),
 ) -> list[str]:
     """The command that starts a box: bwrap runs sh, that setpriv (with `drop_root`), that prlimit, that python.
 
     With `drop_root` (we are root) mounts are made as root and the program gets a uid of its own; without, bubblewrap
-    makes a user namespace.
+    makes a user namespace. It writes to `report_fd` that the program has ended, if it ever was there.
 
     A shell is the first process (pid 1) of the pid namespace. The kernel kills it with bwrap (PR_SET_PDEATHSIG, which a
     program could undo for itself, and a change of uid clears), and with pid 1 everything inside. It waits for the
@@ -134,6 +135,7 @@ def bubblewrap_command(
     # type into our terminal (TIOCSTI).
     command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     command += [] if drop_root else ["--unshare-user"]
+    command += ["--json-status-fd", str(report_fd)]  # closed in the box
     command += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
     command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
     for folder in ("bin", "sbin", "lib", "lib64", "lib32"):

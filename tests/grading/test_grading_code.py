@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -428,6 +429,16 @@ def test_a_box_that_does_not_start_is_no_fault_of_the_program(case, runner: str,
     monkeypatch.setattr(code, "_runner", lambda: f"import sys\nprint('no space', file=sys.stderr)\n{runner}")
     with pytest.raises(OSError, match="a sandbox did not start: "):
         judged("def f(x): return x + 1\nprint(f(int(input())))", Suite((case,), entry="f"))
+
+
+@pytest.mark.parametrize(
+    "cases", [(CallCase((0,), [0.1] * 9000), CallCase((1,), 1)), (Lines("0", "\u00e9" * 9000), Lines("1", "1"))]
+)
+def test_each_answer_has_the_room_of_its_own_expected_result(cases: tuple):
+    """The long one is right, and longer when it is sent than as text; the short one may not be as long."""
+    program = "def f(x): return [0.1] * 9000\nprint('\u00e9' * 9000)"
+    found = judged(program, Suite(cases, entry="f"), limits=replace(PATIENT, output_bytes=1 << 12))
+    assert found.passed == (True, False) and found.remarks[1] == "returned too much"
 
 
 def test_a_program_that_breaks_a_limit_as_soon_as_it_runs_is_at_fault(monkeypatch: pytest.MonkeyPatch):

@@ -328,6 +328,17 @@ def test_packages_can_be_imported_read_only(tmp_path: Path):
     assert result.stdout == (b"7 True\n" if WITHOUT else b"7 False\n"), result
 
 
+@pytest.mark.skipif(WITHOUT, reason="only bubblewrap makes a box before it starts the program")
+def test_a_box_that_bubblewrap_cannot_make_is_no_result_of_the_program(tmp_path: Path):
+    with pytest.raises(OSError, match=r"a sandbox did not start .*bwrap: Can't find source path"):
+        run("print(1)", packages=[str(tmp_path / "gone")])
+    said = run("import sys; sys.exit('bwrap: no source path')")
+    assert said.status == "error" and said.stderr.startswith(b"bwrap:"), said
+    assert run("import os; os.kill(os.getpid(), 15)").status == "killed"
+    listed = run("import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))")
+    assert listed.stdout == b"[0, 1, 2, 3]\n", "a box holds a file of ours"  # 3 is that of the listing
+
+
 def test_sets_have_the_same_order_every_time(each: Isolation):
     """Or else the same program might be right today and wrong tomorrow."""
     source = "print(list({str(n) for n in range(50)}))"
