@@ -65,6 +65,7 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
     if out.exists():
         raise ConfigError(f"--out={out} exists already: name a new folder")
     run, policy, step = _policy_of(checkpoint)
+    _check_places(run, policy, out)
     if problems := other_bases(run, {policy.name: checkpoint.absolute().parent}):
         raise ConfigError("\n".join(problems))
     arrays = read_adapter(checkpoint.parent, step) if has_arrays(checkpoint.parent, step) else None
@@ -98,6 +99,25 @@ def _policy_of(checkpoint: Path) -> tuple[Run, Policy, int]:
     if name not in run.policies:
         raise ConfigError(f"--checkpoint={checkpoint} is of {name!r}, but the run has {', '.join(run.policies)}")
     return run, run.policies[name], step
+
+
+def _check_places(run: Run, policy: Policy, out: Path) -> None:
+    """Check that the base model is here, and that `out` is not where commands and trainers look for versions.
+
+    Raises:
+        ConfigError: it is not, or `out` is.
+    """
+    base = Path(policy.base.model.path)
+    if not base.is_dir():
+        started = [start["folder"] for start in read_starts(run.folder) if "folder" in start][-1:]
+        there = "".join(f" ({folder})" for folder in started) if not base.is_absolute() else ""
+        raise ConfigError(
+            f"the run's base model is {str(base)!r}, and there is no such folder here: put the model there, or start "
+            f"this command from the folder in which the run was started{there}"
+        )
+    versions = (run.folder / "checkpoints").resolve()
+    if versions in (out.resolve(), *out.resolve().parents):
+        raise ConfigError(f"--out={out} is among the run's checkpoints: name a folder elsewhere")
 
 
 def _write_peft(policy: Policy, arrays: dict | None, out: Path, named: str, card: str) -> None:
@@ -196,8 +216,10 @@ def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             results = json.loads(path.read_text())
             played = results.get("played", {})
-            if name in played.get("name", "").split(",") and all(
-                played.get(key, of) == of for key, of in expected.items()
+            if (
+                name in played.get("name", "").split(",")
+                and {"samples", "temperature"} <= played.keys()
+                and all(played.get(key, of) == of for key, of in expected.items())
             ):
                 found.append((path.stat().st_mtime, results))
     if found:
@@ -209,10 +231,10 @@ def _results(run: Run, policy: Policy, step: int) -> dict[str, Any]:
         return {**dict(rows(results)), "played with": how + _together(played["name"], name)}
     # Files of evaluations by several policies are named by the versions of all.
     beside = [path for path in (run.folder / "held_out").glob("*.jsonl") if name in path.stem.split(",")]
-    if beside:
-        newest = oldest_first(beside)[-1]
-        how = f"beside training{_together(newest.stem, name)}"
-        return {**dict(rows(summarise(read_held_out(newest), no_shares_of(newest.parent.parent)))), "played": how}
+    for newest in reversed(oldest_first(beside)):
+        with contextlib.suppress(ConfigError):  # no episode ended in it, or the file is damaged
+            results = summarise(read_held_out(newest), no_shares_of(run.folder))
+            return {**dict(rows(results)), "played": f"beside training{_together(newest.stem, name)}"}
     return {"held-out tasks": "not evaluated at this step"}
 
 

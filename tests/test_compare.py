@@ -2,6 +2,8 @@
 
 import gzip
 import io
+import json
+import math
 import os
 import subprocess
 import sys
@@ -310,6 +312,10 @@ def test_mistakes_name_the_file_and_the_remedy(tmp_path: Path):
         compare([one, one], [one], "success", Console())
     (one / "held_out" / "agent@40.jsonl").write_text('{"task": 3}\n')
     with pytest.raises(ConfigError, match="line 1 is no episode"):
+        read_scores(one, "success")
+    row = json.loads((other / "held_out" / "agent@40.jsonl").read_text().splitlines()[0])
+    (one / "held_out" / "agent@40.jsonl").write_text(json.dumps({**row, "success": math.nan}) + "\n")
+    with pytest.raises(ConfigError, match=r"line 1 is no episode of an evaluation \(not finite: success\)"):
         read_scores(one, "success")
     (packed := tmp_path / "agent@40.turns.gz").write_bytes(gzip.compress(b"{}"))
     with pytest.raises(ConfigError, match=r"turns\.gz is no text .*: give a file of held_out/"):

@@ -142,8 +142,11 @@ def test_the_card_tells_data_algorithm_budget_results_and_provenance(runs: Path,
     (run / "run.json").write_text(json.dumps({"starts": [STARTED, later]}))
     episodes = [HeldOutEpisode(task, task, "", 0, "ok", 1.0, 3, 6, {}, {}) for task in "xy"]
     write_held_out(run, "agent@4", episodes)
+    write_held_out(run, "agent@4,other@9", [])  # no episode ended
     (run / "evaluations/4").mkdir(parents=True)
     (run / "evaluations/4/results.json").write_text('{"played": {"name": "agent@5"}}')
+    (run / "evaluations/old").mkdir()
+    (run / "evaluations/old/results.json").write_text('{"played": {"name": "agent@4"}}')
     (run / "evaluations/torn").mkdir()
     (run / "evaluations/torn/results.json").write_text('{"pla')
     export(run / "checkpoints/agent/4", tmp_path / "hf", form="hf")
@@ -221,6 +224,9 @@ def test_refusals(runs: Path, tmp_path: Path):
         export(checkpoint.with_name("5"), out, form="hf")
     with pytest.raises(ConfigError, match=r"--out=.* exists already"):
         export(checkpoint, tmp_path, form="hf")
+    for place in (checkpoint.with_name("5"), checkpoint / "out"):
+        with pytest.raises(ConfigError, match=r"--out=.* is among the run's checkpoints: name a folder elsewhere"):
+            export(checkpoint, place, form="hf")
     with pytest.raises(ConfigError, match="--format=peft is for adapters"):
         export(runs / "full/checkpoints/agent/4", out, form="peft")
     assert not out.exists()
@@ -240,6 +246,23 @@ def test_a_checkpoint_is_not_exported_with_another_base(runs: Path, tmp_path: Pa
         weights.write(b"of another seed")
     with pytest.raises(ConfigError, match=r"config.model.path is .*model', where another base lies .* bring that back"):
         export(tmp_path / "run/checkpoints/agent/4", tmp_path / "again", form="peft")
+
+
+def test_from_another_folder_than_the_runs_the_base_is_not_found(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(runs / "lora", tmp_path / "run")
+    config = load_run(tmp_path / "run")
+    config.model.path = "model"
+    save_run(config, tmp_path / "run")
+    (tmp_path / "run/run.json").write_text(json.dumps({"starts": [{**STARTED, "folder": str(runs)}]}))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"base model is 'model', and there is no .* in which the run was started \({runs}\)"
+    ):
+        export(tmp_path / "run/checkpoints/agent/4", tmp_path / "out", form="peft")
+    monkeypatch.chdir(runs)
+    export(tmp_path / "run/checkpoints/agent/4", tmp_path / "out", form="hf")
 
 
 def test_an_adapter_of_another_shape_is_refused_and_leaves_nothing(runs: Path, tmp_path: Path):

@@ -2,6 +2,7 @@
 are computed from them: means with intervals over tasks, pass@k, maj@k, as JSON and Markdown."""
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -100,6 +101,8 @@ def read_held_out(path: Path) -> list[HeldOutEpisode]:
     for number, line in enumerate(lines, 1):
         try:
             episodes.append(HeldOutEpisode(**json.loads(line)))
+            if wrong := [name for name, value in episodes[-1].metrics.items() if not math.isfinite(value)]:
+                raise ValueError(f"not finite: {', '.join(wrong)}")
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}: line {number} is no episode of an evaluation ({error})") from error
     if not episodes:
