@@ -33,7 +33,7 @@ from flowjax.config import ConfigError, default_config, load_run
 from flowjax.fields import DATAFLOW_URL
 from flowjax.launch.checks import differences, in_base
 from flowjax.launch.devices import Devices, visible_accelerators
-from flowjax.launch.roles import HUGE_PAGES, OFFLINE
+from flowjax.launch.roles import HUGE_PAGES, OFFLINE, preloaded
 from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.metrics import read_status
 from flowjax.monitor.token import (
@@ -258,7 +258,7 @@ def _become_trainer(run_dir: Path) -> NoReturn:
     seen = visible_accelerators()
     # Any number of hosts above 1 has `trainer_env` set the flags that overlap collectives with products.
     sees = Devices(seen, hosts=2, on_host=len(seen))
-    environment = {**os.environ, **OFFLINE, **HUGE_PAGES, **sees.trainer_env()}
+    environment = {**os.environ, **OFFLINE, **HUGE_PAGES, **preloaded(sees.trainer), **sees.trainer_env()}
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "flowjax.trainer", f"--run={run_dir}", "--scheduled"], environment)
 

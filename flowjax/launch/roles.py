@@ -1,6 +1,8 @@
 """The roles of a run: their commands, environments, health and patience."""
 
+import ctypes.util
 import errno
+import functools
 import json
 import os
 import shutil
@@ -29,8 +31,27 @@ OFFLINE = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _ON_CPU = {"JAX_PLATFORMS": "cpu"}  # these roles must not take memory from the trainer's devices
-# XLA on CPUs allocates its temporaries anew at every step: huge pages save a tenth of a training step and more.
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# For trainers without tcmalloc. What is smaller than 32 MiB, the most that glibc allows, is kept once it is free.
+_KEPT = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=4294967296"
+HUGE_PAGES = {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:{_KEPT}"}
+
+
+def preloaded(accelerators: Sequence[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """A variable that preloads tcmalloc for a process that computes on CPUs, where this machine has it.
+
+    XLA and engines allocate their temporaries anew at every step. tcmalloc keeps that memory; glibc's malloc gives it
+    back to the kernel, and waits until it is there again. Another allocator that `env` preloads stays.
+    """
+    loaded = env.get("LD_PRELOAD", "")
+    if accelerators or "malloc" in loaded or (library := tcmalloc()) is None:
+        return {}
+    return {"LD_PRELOAD": f"{library}:{loaded}".strip(":")}
+
+
+@functools.cache
+def tcmalloc() -> str | None:
+    """Name by which tcmalloc is loaded; None where this machine lacks it."""
+    return ctypes.util.find_library("tcmalloc_minimal")
 
 
 def trainer_roles(run: Run) -> dict[str, str]:
@@ -111,7 +132,7 @@ def warm_start_roles(run: Run, devices: Devices) -> list[Role]:
         Role(
             "warm_start" if base == BASE_NAME else f"warm_start-{base}",
             [sys.executable, "-m", "flowjax.trainer.warm_start", f"--run={run.folder}", f"--base={base}"],
-            env={**OFFLINE, **HUGE_PAGES, **devices.trainer_env()},
+            env={**OFFLINE, **HUGE_PAGES, **preloaded(devices.trainer), **devices.trainer_env()},
             restarts=1,
             finite=True,
         )
@@ -162,7 +183,7 @@ def engine_roles(run: Run, ports: Mapping[str, int], devices: Devices) -> list[R
         role = Role(
             engine.name,
             argv,
-            env={**OFFLINE, **devices.engine_env(used, settings.tensor_parallel), **env},
+            env={**OFFLINE, **preloaded(devices.engine), **devices.engine_env(used, settings.tensor_parallel), **env},
             health=partial(answers, "127.0.0.1", port, "/health"),
             restarts=settings.max_restarts,
             start_timeout_s=settings.start_timeout_s,
@@ -226,7 +247,7 @@ def run_roles(run: Run, ports: dict[str, int], devices: Devices) -> list[Role]:
             Role(
                 name,
                 _trainer_command(run, policy, devices),
-                env={**OFFLINE, **HUGE_PAGES, **devices.trainer_env(index)},
+                env={**OFFLINE, **HUGE_PAGES, **preloaded(devices.trainer), **devices.trainer_env(index)},
                 written=run.folder / f"status-{name}.json",
                 restarts=run.config.max_restarts,
                 finite=True,

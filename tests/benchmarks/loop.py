@@ -102,7 +102,7 @@ def run_trl(run: Path, folder: Path, peers: Path, threads: int) -> None:
     (folder / "begun.json").write_text(json.dumps({"time_s": time.time()}))
     command = [str(peer_python(peers)), "-m", "tests.benchmarks.loop_trl", str(folder), str(threads)]
     print("$", *command, flush=True)
-    if status := subprocess.run(command, check=False, env=peer_environment(threads, huge_pages=True)).returncode:
+    if status := subprocess.run(command, check=False, env=peer_environment(threads)).returncode:
         raise SystemExit(status)
 
 

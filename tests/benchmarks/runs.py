@@ -24,7 +24,7 @@ from flowjax.config import load_run
 from flowjax.launch import command_line
 from flowjax.launch.checks import differences
 from flowjax.launch.machine import free_port
-from flowjax.launch.roles import HUGE_PAGES
+from flowjax.launch.roles import HUGE_PAGES, preloaded
 from flowjax.monitor.metrics import read_metrics
 from flowjax.monitor.provenance import read_starts
 from flowjax.rollout.sidecar import engine_command
@@ -188,11 +188,12 @@ def peer_python(peers: Path) -> Path:
     return python
 
 
-def peer_environment(threads: int, *, huge_pages: bool) -> dict[str, str]:
-    """Environment variables of a trainer that is measured: nothing is fetched, `threads` cores are used."""
+def peer_environment(threads: int, *, memory: bool = True) -> dict[str, str]:
+    """Environment variables of a trainer that is measured: nothing is fetched, `threads` cores are used, and with
+    `memory` freed memory is handled as the launcher has it for our trainer."""
     quiet = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     cores = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return {**os.environ, **quiet, **cores, **(HUGE_PAGES if huge_pages else {})}
+    return {**os.environ, **quiet, **cores, **(HUGE_PAGES | preloaded(()) if memory else {})}
 
 
 def machine(run: Path) -> str:

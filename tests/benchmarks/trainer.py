@@ -39,7 +39,9 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of each trainer.")
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps in a turn.")
 _THREADS = flags.DEFINE_integer("threads", 2, "Cores that each trainer may use while it is its turn.")
 _PEERS = flags.DEFINE_string("peers", ".venv-peers", "Folder of the peers' environment.")
-_HUGE_PAGES = flags.DEFINE_enum("huge_pages", "all", ("all", "flowjax"), "Who has them.")
+_MEMORY = flags.DEFINE_enum(
+    "memory", "all", ("all", "flowjax"), "Who has tcmalloc or huge pages, as the launcher does."
+)
 _DEVICE = flags.DEFINE_bool("device", False, "Time Qwen3 shapes on the accelerator instead.")
 _SHAPES = flags.DEFINE_list("shapes", ["qwen3-1.7b", "qwen3-8b"], "With --device: shapes.")
 _TOKENS = flags.DEFINE_list("tokens", ["4096", "16384"], "With --device: packed tokens in a step.")
@@ -97,7 +99,7 @@ def write_base(case: Case, folder: Path) -> None:
     build_tokenizer([f"w{i}" for i in range(case.vocab_size - len(SPECIAL_TOKENS))], folder)
 
 
-def start(name: str, case: Case, folder: Path, threads: int, peers: Path, *, huge_pages: bool) -> Runner:
+def start(name: str, case: Case, folder: Path, threads: int, peers: Path, *, memory: bool) -> Runner:
     """Start a trainer on a case; its first line is still to be read."""
     peer, _, variant = name.partition("-")
     python = sys.executable if peer == "flowjax" else str(peer_python(peers))
@@ -105,7 +107,7 @@ def start(name: str, case: Case, folder: Path, threads: int, peers: Path, *, hug
         [python, "-m", f"tests.benchmarks.trainer_{peer}", str(folder), variant, str(threads)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=peer_environment(threads, huge_pages=huge_pages) | (ON_GPU if case.on_gpu else {}),
+        env=peer_environment(threads, memory=memory) | (ON_GPU if case.on_gpu else {}),
         text=True,
     )
     return Runner(name, process)
@@ -120,8 +122,8 @@ def measure(case: Case, names: list[str], *, rounds: int, steps: int, threads: i
         runners: list[Runner] = []
         try:
             for name in names:  # one after the other: compilation uses every core
-                huge_pages = name == "flowjax" or _HUGE_PAGES.value == "all"
-                runners.append(start(name, case, folder, threads, peers, huge_pages=huge_pages))
+                memory = name == "flowjax" or _MEMORY.value == "all"
+                runners.append(start(name, case, folder, threads, peers, memory=memory))
                 runners[-1].first = runners[-1].answer()
             for _ in range(rounds):
                 for runner in runners:

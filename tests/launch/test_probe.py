@@ -419,6 +419,19 @@ def test_a_mesh_that_does_not_fit_is_said_to_be_that():
     assert "mesh does not fit" in preflight.device_lines(resolve(config), Devices(), shown)[0][1]
 
 
+def test_a_plan_says_what_keeps_memory_on_cpus(monkeypatch):
+    run = resolve(get_config("nano"))
+    for library, said in (
+        (None, "apt-get install libtcmalloc-minimal4"),
+        ("libtcmalloc.so.4", "kept by libtcmalloc.so.4"),
+    ):
+        monkeypatch.setattr(preflight, "tcmalloc", lambda library=library: library)
+        rows = dict(preflight.device_lines(run, Devices(), preflight.Findings()))
+        assert said in rows["memory on the CPU"]
+        rows = dict(preflight.device_lines(run, Devices(trainer=("0",), engine=("1",)), preflight.Findings()))
+        assert "memory on the CPU" not in rows
+
+
 def test_a_nano_base_that_lacks_words_of_the_world_is_refused(tmp_path):
     """A world whose words had changed was played by a base that read and wrote them as <unk>."""
     world = Sokoban(rows=6, columns=6, boxes=1)

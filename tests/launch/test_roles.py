@@ -57,6 +57,26 @@ def test_separate_trainers_are_roles_with_accelerators_of_their_own(config, tmp_
     assert any("config.separate_trainers is True" in problem for problem in check_config(config))
 
 
+def test_what_computes_on_cpus_has_tcmalloc_where_it_is_installed(config, tmp_path, monkeypatch):
+    def allocators(devices: Devices) -> dict[str, str | None]:
+        made = run_roles(resolve(config, tmp_path), choose_ports(resolve(config)), devices)
+        return {role.name: role.env.get("LD_PRELOAD") for role in made}
+
+    none = dict.fromkeys(("engine", "dataflow", "trainer", "rollout"))
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setattr("flowjax.launch.roles.tcmalloc", lambda: "libtcmalloc_minimal.so.4")
+    found = {"engine": "libtcmalloc_minimal.so.4", "trainer": "libtcmalloc_minimal.so.4"}
+    assert allocators(Devices()) == none | found
+    assert allocators(Devices(trainer=("0",), engine=("1",))) == none
+    monkeypatch.setenv("LD_PRELOAD", "libother.so")
+    assert allocators(Devices()) == none | dict.fromkeys(found, "libtcmalloc_minimal.so.4:libother.so")
+    monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so.2")
+    assert allocators(Devices()) == none, "the user's own stays"
+    monkeypatch.delenv("LD_PRELOAD")
+    monkeypatch.setattr("flowjax.launch.roles.tcmalloc", lambda: None)
+    assert allocators(Devices()) == none
+
+
 def test_processes_on_a_host_of_tpus_see_their_own_chips(config, tmp_path):
     config.engine.replicas, config.engine.tensor_parallel = 2, 2
     devices = share_out(tuple(f"tpu{chip}" for chip in range(8)), engine_accelerators(resolve(config)), 4)
