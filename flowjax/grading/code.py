@@ -97,6 +97,9 @@ class Lines:
     output: str
 
 
+Case = CallCase | Check | Lines
+
+
 @dataclass(frozen=True, slots=True)
 class Suite:
     """The tests of one problem. `entry` is the tested function, "" where the program reads standard input.
@@ -107,7 +110,7 @@ class Suite:
     which names["result"] is the result.
     """
 
-    cases: tuple[CallCase | Check | Lines, ...]
+    cases: tuple[Case, ...]
     entry: str = ""
     preamble: str = ""
     setup: str = ""
@@ -584,14 +587,61 @@ def from_unittest(source: str) -> Check:
     return Check(source + "\n" + _UNITTEST)
 
 
+def from_test(source: str, entry: str) -> tuple[CallCase | Check, ...]:
+    """The cases of one text of MBPP's test_list: asserts, other code that runs, or classes of `unittest`.
+
+    Raises:
+        ValueError: it passes whatever is tested.
+    """
+    if "TestCase" in source:
+        return (from_unittest(source),)
+    cases, module = from_assert(source, entry), parse_quietly(source)
+    if module is not None and cases and not _tests_anything(module.body):
+        raise ValueError(f"a test checks nothing when it runs: {_short(source)!r}")
+    return cases
+
+
+def _tests_anything(statements: Sequence[ast.stmt]) -> bool:
+    """False if test code passes whatever is tested: it only defines things, or asserts what is always true."""
+    return any(_can_fail(node) for node in statements)
+
+
+def _can_fail(node: ast.stmt) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
+        return False
+    if isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__"):
+        return _tests_anything(node.orelse)  # it is no main program in the box
+    if isinstance(node, ast.Assert):
+        return not (isinstance(node.test, ast.Tuple) and node.test.elts) and not _is_true(node.test)
+    return any(isinstance(each, ast.Assert | ast.Raise | ast.Call) for each in ast.walk(node))
+
+
+def _is_true(test: ast.expr) -> bool:
+    return isinstance(test, ast.Constant) and bool(test.value)
+
+
+def _defines_check(module: ast.Module) -> bool:
+    names = (getattr(node, "name", getattr(node, "id", "")) for node in ast.walk(module))
+    return "check" in names
+
+
 def from_check(source: str, entry: str) -> tuple[CallCase | Check, ...]:
-    """The cases of HumanEval's test code, which defines `check(candidate)`, or BigCodeBench's `unittest` classes."""
+    """The cases of HumanEval's test code, which defines `check(candidate)`, or BigCodeBench's `unittest` classes.
+
+    Raises:
+        ValueError: it defines neither, or `check` passes whatever is tested.
+    """
     whole = (Check(f"{source}\n\ncheck(candidate)\n"),)
     module = parse_quietly(source)
     if module is None:
         return whole
     if "TestCase" in source and not any(getattr(node, "name", "") == "check" for node in module.body):
         return (from_unittest(source),)
+    if not _defines_check(module):
+        raise ValueError("test defines neither check(candidate) nor classes of unittest")
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "check" and not _tests_anything(node.body):
+            raise ValueError("check(candidate) checks nothing")
     # Only where the code is nothing but `check`, and that nothing but asserts: anything else may change the calls.
     definitions = [node for node in module.body if not _is_remark(node) and not _is_metadata(node)]
     if len(definitions) != 1:
@@ -621,7 +671,7 @@ def _cases(asserts: list[Any], entry: str, called: str = "candidate") -> tuple[C
     cases: list[CallCase | Check] = []
     named = "" if called == "candidate" else f"{called} = candidate\n"
     for node in asserts:
-        if isinstance(node.test, ast.Constant) and node.test.value:
+        if _is_true(node.test):
             continue  # HumanEval's `assert True`
         cases.append(_call(node.test, (entry, called, "candidate")) or Check(named + ast.unparse(node)))
     return tuple(cases)

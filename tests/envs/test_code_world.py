@@ -106,6 +106,43 @@ def test_of_mbpp_only_the_asserts_in_the_statement_are_public(shown: str, public
     assert problem_of(rows, public_tests=0).statement.endswith("must be called f.")
 
 
+def test_a_problem_of_mbpp_is_the_same_with_other_tests():
+    """Which assert came first decided on which side of the split a problem lay: its twin was trained on."""
+    row = {"text": "Double.", "code": "def f(x):\n    return 2 * x"}
+    first, other = (problem_of({**row, "test_list": tests}) for tests in (["assert f(1) == 2"], ["assert f(2) == 4"]))
+    assert first.statement != other.statement and first.content == other.content
+    assert problem_of({**row, "test_list": ["assert g(1) == 2"]}).content != first.content
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "def test_f():\n    assert f(1) == 2",
+        "if __name__ == '__main__':\n    assert f(1) == 2",
+        "assert (f(1) == 2, 'wrong')",
+    ],
+)
+def test_tests_that_no_program_can_fail_are_refused(test: str):
+    with pytest.raises(WorldError, match="a test checks nothing when it runs"):
+        problem_of({"text": "Double.", "code": "def f(x):\n    return 2 * x", "test_list": [test, "assert f(1) == 2"]})
+    human = {"prompt": "def f(x):\n", "entry_point": "f"}
+    for code, reason in (
+        ("def check(candidate):\n    pass", "checks nothing"),
+        ("def test_f():\n    assert f(1) == 2", "neither check"),
+    ):
+        with pytest.raises(WorldError, match=reason):
+            problem_of({**human, "test": code})
+
+
+def test_empty_tests_do_not_count_and_classes_of_unittest_do():
+    tests = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 2)"
+    row = {"text": "Double.", "code": "def f(x):\n    return 2 * x", "test_list": ["assert f(1) == 2", " ", tests]}
+    suite = problem_of(row).suite
+    assert len(suite.cases) == 2
+    assert judge(row["code"], suite, allow_none=True).passed == (True, True)
+    assert judge("def f(x): return 2 if x == 3 else 0", suite, allow_none=True).passed == (False, False)
+
+
 def test_live_code_bench_tests_are_read(files: dict[str, str]):
     rows = [json.loads(line) for line in Path(files["livecodebench"]).read_text().splitlines()]
     for number, row in enumerate(rows):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flowjax.envs import NotReady, Split, WorldError
-from flowjax.grading.code import CallCase, Check, Lines, Suite, calls_of, from_assert, from_check, parse_quietly
+from flowjax.grading.code import CallCase, Case, Lines, Suite, calls_of, from_check, from_test, parse_quietly
 from flowjax.records import state_key
 
 FORMATS = "HumanEval, BigCodeBench (prompt or complete_prompt, test, entry_point), MBPP (text or prompt, test_list), \
@@ -28,18 +28,20 @@ LiveCodeBench (question_content, public_test_cases) and DeepCoder (problem or qu
 @dataclass(frozen=True, slots=True)
 class CodeProblem:
     """A statement and its tests. The first `public` cases may be shown to the agent; the first `unscored` ones are
-    examples that do not count. `solution` is "" where the data has none."""
+    examples that do not count. `solution` is "" where the data has none; `examples` end the statement."""
 
     statement: str
     suite: Suite
     public: int = 0
     unscored: int = 0
     solution: str = ""
+    examples: str = ""
 
     @property
     def content(self) -> int:
-        """Hash of statement and entry, without case and white space: equal for a problem in different files."""
-        return state_key("problem", self.suite.entry, " ".join(self.statement.lower().split()))
+        """Hash of statement and entry, without examples, case and white space: equal for a problem in other files."""
+        words = self.statement.removesuffix(self.examples).lower().split()
+        return state_key("problem", self.suite.entry, " ".join(words))
 
 
 def problem_of(fields: Mapping[str, Any], *, public_tests: int = 1) -> CodeProblem:
@@ -101,13 +103,13 @@ def _examples(prompt: str, entry: str) -> tuple[CallCase, ...]:
         return ()
     cases: list[CallCase] = []
     for example in shown:
-        found = from_assert(f"assert {example.source.strip()} == ({example.want.strip() or None})", entry)
+        found = from_test(f"assert {example.source.strip()} == ({example.want.strip() or None})", entry)
         cases += [case for case in found if isinstance(case, CallCase)]
     return tuple(cases)
 
 
 def _mbpp(fields: Mapping[str, Any], public_tests: int) -> CodeProblem:
-    tests = [*fields["test_list"], *(fields.get("challenge_test_list") or ())]
+    tests = list(filter(str.strip, [*fields["test_list"], *(fields.get("challenge_test_list") or ())]))
     defined = _functions(fields.get("code") or "")
     called = calls_of("\n".join(tests))
     # Asserts also call helpers, such as set(f(x)): the entry is what the solution defines, else what is not builtin.
@@ -116,11 +118,12 @@ def _mbpp(fields: Mapping[str, Any], public_tests: int) -> CodeProblem:
         raise ValueError("no assert in test_list calls a function")
     entry = candidates[0]
     setup = "\n".join([*(fields.get("test_imports") or ()), fields.get("test_setup_code") or ""])
-    cases = [from_assert(test, entry) for test in tests]
+    cases = [from_test(test, entry) for test in tests]
     public = sum(map(len, cases[:public_tests]))  # a text may hold several asserts, or none that can be judged
-    statement = f"{fields.get('text') or fields['prompt']}\n\nThe function must be called {entry}."
-    statement += "\n".join([" For example:", *tests[:public_tests]]) if public_tests else ""
-    return CodeProblem(statement, Suite(sum(cases, ()), entry, setup=setup), public, 0, fields.get("code") or "")
+    asked = f"{fields.get('text') or fields['prompt']}\n\nThe function must be called {entry}."
+    shown = "\n".join([" For example:", *tests[:public_tests]]) if public_tests else ""
+    suite = Suite(sum(cases, ()), entry, setup=setup)
+    return CodeProblem(asked + shown, suite, public, 0, fields.get("code") or "", shown)
 
 
 def _functions(source: str) -> list[str]:
@@ -133,7 +136,7 @@ def _live_code_bench(fields: Mapping[str, Any]) -> CodeProblem:
     private = _private(fields.get("private_test_cases") or "[]")
     metadata = json.loads(fields.get("metadata") or "{}")
     entry = metadata.get("func_name") or ""
-    cases: list[CallCase | Check | Lines] = []
+    cases: list[Case] = []
     for test in (*public, *private):
         if test.get("testtype") == "functional" or (entry and "testtype" not in test):
             cases.append(_call_by_line(test))
@@ -271,11 +274,8 @@ def open_problems(path: str) -> ProblemFile:
 
 # Small functions to write: a value goes through one to three steps. Each problem in English and in a few words.
 # Solutions are one line of words with spaces between them, so that a model with a word-level tokenizer can write them:
-#
 #     int plus 3 then times 2        ->        def f ( x ) : x = x + 3 ; x = x * 2 ; return x
-
-HEAD, TAIL, JOIN = "def f ( x ) :", "return x", " ; "
-ENTRY = "f"
+HEAD, TAIL, JOIN, ENTRY = "def f ( x ) :", "return x", " ; ", "f"
 HELD_OUT_ONE_IN = 8  # functions, by their results on the probes
 _MAX_ATTEMPTS = 1000
 _TO_INT = frozenset({"sum", "count", "length"})  # steps after which the value is an integer
