@@ -9,7 +9,7 @@ import pytest
 from data.webshop.build import main as build
 from flowjax.envs import WorldError
 from flowjax.envs.webshop import goals
-from flowjax.envs.webshop.catalog import Product, load_catalog
+from flowjax.envs.webshop.catalog import Product, _prices, load_catalog
 from flowjax.envs.webshop.goals import Goal, score
 
 SHAMPOO = Product(
@@ -159,6 +159,57 @@ def test_a_written_shop_is_the_generated_one(tmp_path: Path):
     assert read.products == made.products
     assert goals.goals(read, "human", 1) == goals.goals(made, "human", 1)
     assert len(load_catalog(str(tmp_path), 30, 0, True).products) == 30
+
+
+@pytest.mark.parametrize(
+    ("pricing", "prices"),
+    [
+        ("$5.00", (5.0,)),
+        ("$1,299.00$1,500.00", (1299.0, 1500.0)),
+        ("19.99", (19.99,)),
+        (19.99, (19.99,)),
+        ("USD 1,299", (1299.0,)),
+        (None, (100.0,)),
+        ("Free", (100.0,)),
+    ],
+)
+def test_a_price_without_a_dollar_sign_is_a_price(pricing, prices: tuple):
+    assert _prices(pricing) == prices
+    with pytest.raises(ValueError, match="'10 - 20' has several numbers"):
+        _prices("10 - 20")
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "said"),
+    [
+        ("items_shuffle", "name", None, "product .*: name of .* is None: give a text"),
+        ("items_ins_v2", "instruction_attributes", "soft", "instruction_attributes is 'soft': give a list of texts"),
+        ("items_human_ins", "instruction_options", {"color": "red"}, "instruction_options is .*: give a list of texts"),
+        ("items_human_ins", "instruction", None, "items_human_ins.json, product .*, instruction 1: AttributeError"),
+    ],
+)
+def test_a_field_of_another_kind_is_named(tmp_path: Path, name: str, field: str, value, said: str):
+    build([f"--out={tmp_path}", "--seed=4", "--products=8"])
+    file = tmp_path / f"{name}.json"
+    rows = json.loads(file.read_text())
+    of_one = rows[0] if isinstance(rows, list) else next(iter(rows.values()))
+    (of_one[0] if isinstance(of_one, list) else of_one)[field] = value
+    file.write_text(json.dumps(rows))
+    with pytest.raises(WorldError, match=said):
+        goals.goals(load_catalog(str(tmp_path), 8, 0, True), "human", 1)
+
+
+def test_fields_that_are_null_are_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    build([f"--out={tmp_path}", "--seed=4", "--products=8"])
+    rows = json.loads((tmp_path / "items_shuffle.json").read_text())
+    rows[0] |= {"small_description": ["soft", None], "product_category": None}
+    rows[1] |= {"small_description": None}
+    rows[2] |= {"asin": "SKU-2026-0001"}
+    (tmp_path / "items_shuffle.json").write_text(json.dumps(rows))
+    catalog = load_catalog(str(tmp_path), 8, 1, False)
+    assert (catalog.products[0].bullet_points, catalog.products[0].product_category) == (("soft",), "")
+    assert catalog.products[1].bullet_points == ()
+    assert len(catalog.products) == 7 and "1 of 8 products are left out: an asin has at most 10" in caplog.text
 
 
 def test_what_is_missing_at_a_path_is_named(tmp_path: Path):

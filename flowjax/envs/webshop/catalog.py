@@ -1,6 +1,7 @@
 """Products and instructions, read from WebShop's own three files or generated in their format."""
 
 import json
+import logging
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -179,34 +180,72 @@ def _file(folder: Path, name: str, products: int) -> Path | None:
 
 def _products(items: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any], limit: int) -> list[Product]:
     found: dict[str, Product] = {}
+    long: list[str] = []
     for item in items[:limit]:
         asin = item["asin"]
-        if asin != "nan" and len(asin) <= 10 and asin not in found:
-            found[asin] = _product(item, attributes.get(asin, {}))
+        if len(asin) > 10:  # as WebShop does
+            long.append(asin)
+        elif asin != "nan" and asin not in found:
+            try:
+                found[asin] = _product(item, attributes.get(asin, {}))
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"product {asin}: {error}") from error
+    if long:
+        said = "%d of %d products are left out: an asin has at most 10 characters, and there is %s"
+        logging.warning(said, len(long), len(items[:limit]), long[0])
     return list(found.values())
 
 
 def _product(item: Mapping[str, Any], instructions: Mapping[str, Any]) -> Product:
+    """The product of an item.
+
+    Raises:
+        ValueError, TypeError, KeyError: a field is missing or is none of the format.
+    """
     points = item["small_description"]
     return Product(
         asin=item["asin"],
-        name=item["name"],
+        name=_text(item, "name"),
         description=item["full_description"] or "",
-        bullet_points=tuple(points) if isinstance(points, list) else (points,),
+        bullet_points=tuple(point for point in (points if isinstance(points, list) else [points]) if point is not None),
         prices=_prices(item.get("pricing")),
         category=item["category"],
         query=item["query"].lower().strip(),
-        product_category=item["product_category"],
+        product_category=item["product_category"] or "",
         options=_options(item["customization_options"]),
-        attributes=tuple(instructions.get("attributes", ["DUMMY_ATTR"])),
+        attributes=as_texts(instructions, "attributes", ["DUMMY_ATTR"]),
         instruction=instructions.get("instruction"),
-        instruction_attributes=tuple(instructions.get("instruction_attributes") or ()),
+        instruction_attributes=as_texts(instructions, "instruction_attributes"),
     )
 
 
-def _prices(pricing: str | None) -> tuple[float, ...]:
+def _text(item: Mapping[str, Any], field: str) -> str:
+    if not isinstance(item[field], str):
+        raise TypeError(f"{field} of {item['asin']} is {item[field]!r}: give a text")
+    return item[field]
+
+
+def as_texts(row: Mapping[str, Any], field: str, default: Sequence[str] = ()) -> tuple[str, ...]:
+    """A list of texts; one that is missing or null is the default."""
+    given = default if row.get(field) is None else row[field]
+    if isinstance(given, str | Mapping) or not all(isinstance(each, str) for each in given):
+        raise TypeError(f"{field} is {given!r}: give a list of texts")
+    return tuple(given)
+
+
+def _prices(pricing: str | float | None) -> tuple[float, ...]:
+    """One or two prices; 100 dollars where none is given, as in WebShop. A number without a dollar sign is one, too.
+
+    Raises:
+        ValueError: there are several numbers and no dollar sign.
+    """
     if not pricing:
         return (100.0,)
+    if isinstance(pricing, int | float) or "$" not in pricing:
+        numbers = re.findall(r"\d[\d,]*(?:\.\d+)?", str(pricing))
+        if len(numbers) > 1:
+            raise ValueError(f"pricing {pricing!r} has several numbers: put a $ before each price")
+        return tuple(float(number.replace(",", "")) for number in numbers) or (100.0,)
     return tuple(float(re.sub(r"[^\d.]", "", part)) for part in pricing.split("$")[1:3]) or (100.0,)
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from flowjax.envs import NotReady, Split
-from flowjax.envs.webshop.catalog import Catalog, Product, load_catalog
+from flowjax.envs import NotReady, Split, WorldError
+from flowjax.envs.webshop.catalog import HUMAN, Catalog, Product, as_texts, load_catalog
 from flowjax.records import state_key
 
 GoalKind = Literal["synthetic", "human"]
@@ -79,17 +79,15 @@ def goals(catalog: Catalog, kind: GoalKind, data_seed: int) -> list[Goal]:
 
 def _human(catalog: Catalog, product: Product, data_seed: int) -> Iterator[Goal]:
     for number, asked in enumerate(catalog.human.get(product.asin, ())):
-        if asked["instruction_attributes"]:
+        try:
+            text = asked["instruction"].strip(".")
+            attributes, options = as_texts(asked, "instruction_attributes"), as_texts(asked, "instruction_options")
+        except (KeyError, TypeError, AttributeError) as error:
+            place = f"{HUMAN}.json, product {product.asin}, instruction {number + 1}"
+            raise WorldError(f"{place}: {type(error).__name__}: {error}") from error
+        if attributes:
             limit, clause = _limit(product, data_seed, number)
-            yield Goal(
-                product.asin,
-                asked["instruction"].strip(".") + clause,
-                tuple(asked["instruction_attributes"]),
-                tuple(asked["instruction_options"]),
-                (),
-                limit,
-                data_seed,
-            )
+            yield Goal(product.asin, text + clause, attributes, options, (), limit, data_seed)
 
 
 def _synthetic(catalog: Catalog, product: Product, data_seed: int) -> Iterator[Goal]:
