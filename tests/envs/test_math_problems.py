@@ -133,6 +133,27 @@ def test_training_problems_that_are_tested_are_left_out(tmp_path: Path):
     assert [problem.question for problem in load(str(tmp_path), "train")] == ["a"]
 
 
+def test_one_text_in_two_ways_of_writing_accents_is_one_problem(tmp_path: Path):
+    write(
+        tmp_path / "train.jsonl",
+        [{"question": "Where is Jose\u0301?", "answer": "1"}, {"question": "b", "answer": "2"}],
+    )
+    write(tmp_path / "test.jsonl", [{"question": "Where is Jos\u00e9?", "answer": "1"}])
+    assert [problem.question for problem in load(str(tmp_path), "train")] == ["b"]
+
+
+def test_a_broken_line_is_named_and_a_mark_of_byte_order_is_none(tmp_path: Path):
+    whole = "\ufeff" + "\n".join(json.dumps({"question": f"q{n}", "answer": n}) for n in range(3))
+    (tmp_path / "whole.jsonl").write_text(whole)
+    assert len(read(tmp_path / "whole.jsonl")) == 3
+    (tmp_path / "broken.jsonl").write_text(whole + '\n\n{"question": "q",}\n')
+    with pytest.raises(WorldError, match=r"broken.jsonl, line 5, is no JSON .*: correct that line"):
+        read(tmp_path / "broken.jsonl")
+    (tmp_path / "gap.jsonl").write_text('{"question": "q", "answer": NaN}')
+    with pytest.raises(WorldError, match="row 1"):
+        read(tmp_path / "gap.jsonl")
+
+
 def test_compact_prompts_spell_what_files_say(tmp_path: Path):
     path = str(write(tmp_path / "a.jsonl", [{"question": "Is 3 < 4?", "answer": "yes"}] * 3))
     words = set(Math(path=path).vocabulary())

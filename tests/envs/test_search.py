@@ -330,6 +330,26 @@ def test_built_data_is_played_like_any_other(tmp_path: Path):
     assert all((tmp_path / name).read_bytes() == (again / name).read_bytes() for name in ("corpus.jsonl", "test.jsonl"))
 
 
+def test_answers_of_a_users_own_rows_are_read(tmp_path: Path):
+    rows = [
+        {"question": "Who?", "answer": "Ann"},
+        {"question": "who", "answer": ["Bob", "Ann"]},  # a row for each answer
+        {"question": "When?", "answer": 1724.0},  # of a column with gaps
+        {"question": "What of Jose\u0301?", "answer": "x1"},
+        {"question": "What of Jos\u00e9?", "answer": "x2"},
+    ]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = read_questions(tmp_path, "held_out")
+    assert [question.answers for question in found] == [("Ann", "Bob"), ("1724",), ("x1", "x2")]
+    for answer, said in (
+        (float("nan"), "nan is no number"),
+        ("['Paris', 'paris']", "a list that was written as a text"),
+    ):
+        (tmp_path / "test.jsonl").write_text(json.dumps({"question": "Who?", "answer": answer}))
+        with pytest.raises(WorldError, match=f"line 1, is no question .*{said}"):
+            read_questions(tmp_path, "held_out")
+
+
 def test_questions_in_the_published_formats_are_read(tmp_path: Path):
     import pyarrow
     from pyarrow import parquet

@@ -13,7 +13,9 @@ JSON lines (`.jsonl`), a JSON list (`.json`) and parquet are read.
 
 import functools
 import json
+import math
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +81,7 @@ def _written(text: str) -> str:
 
 
 def _content(question: str) -> str:
-    return " ".join(question.casefold().split())
+    return " ".join(unicodedata.normalize("NFC", question).casefold().split())
 
 
 @dataclass(frozen=True)
@@ -221,15 +223,22 @@ def _rows(path: Path) -> Iterable[Any]:
             import pyarrow.parquet as parquet
 
             return parquet.read_table(path).to_pylist()
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".json":
             rows = json.loads(text)
             return rows if isinstance(rows, list) else [rows]
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
+        return [_parsed(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     except ImportError as error:
         raise NotReady(f'{path} needs pyarrow to be read: pip install -e ".[math]"') from error
     except (OSError, ValueError) as error:
         raise WorldError(f"{path} cannot be read ({error}): download it again") from error
+
+
+def _parsed(path: Path, number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise WorldError(f"{path}, line {number}, is no JSON ({error}): correct that line") from error
 
 
 def _bare_box(solution: str) -> str | None:
@@ -251,6 +260,8 @@ def problem_of(row: Mapping[str, Any]) -> MathProblem | None:
         elif isinstance(answer, str) and "####" in answer:
             answer = answer.rpartition("####")[2]
     if not isinstance(question, str) or isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return None
+    if isinstance(answer, float) and not math.isfinite(answer):
         return None
     question, answer = question.strip(), str(answer).strip()
     return MathProblem(question, answer) if question and answer else None

@@ -11,9 +11,12 @@ ASearcher's).
 import functools
 import json
 import logging
+import math
 import mmap
+import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,7 @@ MIN_DOCUMENTS = HELD_OUT_ONE_IN * len(KINDS) * (FACTS + 1)  # enough for the fac
 MAX_HOPS = 4
 MAX_WALKS = 20_000_000  # need 1 GB of memory while they are drawn
 _KIND_NAMES = tuple(KINDS)
+_LISTED = re.compile(r"\[\s*(['\"]).*\1\s*\]", re.DOTALL)  # a list of texts, printed
 _BLOCK = 1 << 26  # bytes of a corpus that are scanned at once
 _DIGESTED = 1000  # passages in a digest, or up to twice as many, spread over all of them
 
@@ -278,7 +282,7 @@ class Corpus(Sequence[Document]):
 
 def document(fields: Mapping[str, Any], row: int) -> Document:
     """A document from its fields; a separate title and text are joined."""
-    contents = fields["contents"] if "contents" in fields else f'"{fields.get("title", "")}"\n{fields["text"]}'
+    contents = fields["contents"] if "contents" in fields else f'"{fields.get("title") or ""}"\n{fields["text"]}'
     if not isinstance(contents, str):
         raise TypeError(f"contents is {type(contents).__name__}")
     contents = contents.encode(errors="replace").decode()  # replaces lone surrogates, which JSON can spell
@@ -335,8 +339,8 @@ def write_questions(path: Path, questions: Iterable[Question], source: str) -> N
 
 
 def read_questions(folder: str | Path, split: Split) -> list[Question]:
-    """The questions of a split, each once. Training questions that are also test questions are left out, and so are
-    questions whose answers are empty once normalised, as "The" is.
+    """The questions of a split, each once, with the answers of all of its rows. Training questions that are also test
+    questions are left out, and so are questions whose answers are empty once normalised, as "The" is.
 
     Raises:
         WorldError: a file is missing (`NotReady`), a row cannot be read, or no question is left.
@@ -348,13 +352,17 @@ def read_questions(folder: str | Path, split: Split) -> list[Question]:
     if not found:
         besides = " that are not among the test questions" if split == "train" else ""
         raise WorldError(f"{folder} has no {split} questions with an answer{besides}: {HOW_TO_GET}")
-    # A dict keeps the last of equal keys: reversed before and after, the first of equal questions stays.
-    return list({canonical(question.text): question for question in reversed(found)}.values())[::-1]
+    once: dict[str, Question] = {}
+    for question in found:
+        first = once.setdefault(canonical(question.text), question)
+        if new := tuple(answer for answer in question.answers if answer not in first.answers):
+            once[canonical(question.text)] = replace(first, answers=first.answers + new)  # a row for each answer
+    return list(once.values())
 
 
 def canonical(text: str) -> str:
     """A question without case, extra white space and closing marks: equal for the same question."""
-    return " ".join(text.lower().split()).rstrip("? .")
+    return " ".join(unicodedata.normalize("NFC", text).lower().split()).rstrip("? .")
 
 
 def _read_split(folder: Path, split: Split) -> list[Question]:
@@ -421,9 +429,13 @@ def _question(row: Mapping[str, Any]) -> Question:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    """A text or number, or each of a list."""
+    """A text or number, or each of a list. Whole numbers have no point: a column with gaps makes 1724.0 of 1724."""
     parts = value if isinstance(value, list) else [value]
     for part in parts:
         if isinstance(part, bool) or not isinstance(part, str | int | float):
             raise TypeError(f"{part!r} is no text and no number")
-    return tuple(map(str, parts))
+        if isinstance(part, float) and not math.isfinite(part):
+            raise ValueError(f"{part} is no number: leave the field out where there is none")
+        if isinstance(part, str) and _LISTED.fullmatch(part.strip()):
+            raise ValueError(f"{part[:100]!r} is a list that was written as a text: give the list")
+    return tuple(str(int(part) if isinstance(part, float) and part.is_integer() else part) for part in parts)
