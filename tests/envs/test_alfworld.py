@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -355,6 +356,16 @@ def test_data_is_played_from_its_folder(data: Path, split: Split, monkeypatch: p
     monkeypatch.setenv("ALFWORLD_DATA", str(data / "json_2.1.1"))
     assert [take(Alfworld().tasks(split, 0), index) for index in range(len(source))] == list(source)
     play_out(Alfworld().env(), take(source, 0))
+
+
+def test_a_trial_that_is_held_out_is_no_training_game(data: Path, tmp_path: Path):
+    shutil.copytree(data, tmp_path / "data")
+    trials = sorted((tmp_path / "data").glob("json_2.1.1/train/*/*/game.tw-pddl"))
+    other = tmp_path / "data/json_2.1.1/valid_unseen" / trials[0].parent.relative_to(tmp_path / "data/json_2.1.1/train")
+    shutil.copytree(trials[0].parent, other)
+    game = json.loads(trials[1].read_text())
+    trials[1].write_text(json.dumps({**game, "solvable": "false"}))
+    assert len(Alfworld(path=str(tmp_path / "data")).tasks("train", 0)) == 1
 
 
 def test_missing_data_is_named_with_the_remedy(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -252,7 +252,8 @@ def _is_held_out(scene: int, kind: str, asked: str, target: str) -> bool:
 
 
 def data_tasks(root: Path, split: Split, data_seed: int, options: AlfworldOptions) -> list[Task]:
-    """The games of a folder that are marked solvable, in an order that the data seed fixes.
+    """The games of a folder that are marked solvable, in an order that the data seed fixes. A trial that the held-out
+    folder has, too, is no training game.
 
     Raises:
         WorldError: there are none; the message says what was found.
@@ -263,14 +264,15 @@ def data_tasks(root: Path, split: Split, data_seed: int, options: AlfworldOption
     without_game, unsolvable = 0, 0
     for game in found:
         name = game.relative_to(root).as_posix()
-        if any(word in name for word in UNUSABLE):
+        held_out = root / options.folder_of("held_out") / game.relative_to(folder)
+        if any(word in name for word in UNUSABLE) or (split == "train" and (held_out / TRAJECTORY).is_file()):
             continue
         kind = _read(game / TRAJECTORY, "task_type")
         if kind not in options.task_types:
             continue
         if not (game / GAME).is_file():
             without_game += 1
-        elif not _read(game / GAME, "solvable", False):
+        elif _read(game / GAME, "solvable", False) is not True:
             unsolvable += 1
         else:
             games.append((name, kind))
