@@ -34,6 +34,7 @@ from flowjax.envs.demonstrations import no_shares_of
 from flowjax.fields import shown
 from flowjax.monitor.held_out import METRICS, by_task, evaluation_of, is_share, read_held_out
 from flowjax.monitor.statistics import Difference, difference, task_interval
+from flowjax.monitor.token import known_run_id
 from flowjax.monitor.trouble import in_words
 from flowjax.run import resolve
 from flowjax.workflows import episode_outcomes
@@ -62,11 +63,14 @@ def evaluations_named(side: str) -> list[Path]:
         count = next(counts, 1)
         files.append(evaluation_of(Path(",".join(parts[:count]))))
         parts = parts[count:]
-    known: set[Path] = set()
+    known: dict[str, Path] = {}
     for file in files:
-        if file.resolve() in known:
-            raise ConfigError(f"{file} is named twice on one side: give each seed of a method once")
-        known.add(file.resolve())
+        run = _run_of(file.resolve())
+        for mark in filter(None, (str(file.resolve()), str(run), known_run_id(run))):
+            if (other := known.get(mark)) is not None:
+                same = "is named twice" if other.resolve() == file.resolve() else f"is of the same run as {other}"
+                raise ConfigError(f"{file} {same} on one side: give each seed of a method once")
+        known |= dict.fromkeys(filter(None, (str(file.resolve()), str(run), known_run_id(run))), file)
     return files
 
 

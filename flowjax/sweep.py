@@ -299,6 +299,14 @@ def _run(path: Path, recipe: str, folder: Path, name: str, variant: str | Mappin
             raise ConfigError(
                 f"{run_dir} was begun otherwise ({differs}): give the sweep another NAME, or remove that folder"
             )
+        trained, wanted = (
+            {name: of.trainer.steps for name, of in resolve(c).policies.items()} for c in (saved, config)
+        )
+        if SweepRun(name, seed, run_dir, argv, saved).result.exists() and any(
+            trained[of] > wanted[of] for of in wanted
+        ):
+            steps = f"{max(wanted.values())}, but {run_dir} has been trained for {max(trained.values())}"
+            raise ConfigError(f"config.trainer.steps is {steps}: raise it again, or give the sweep another NAME")
         changes = {field: now for field, _, now in differences(saved, config) if field not in ("name", "runs")}
     return SweepRun(name, seed, run_dir, argv, config, _flags(changes))
 

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ from flowjax.compare import compare, evaluations_named, read_scores
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.envs.demonstrations import no_shares_of
 from flowjax.evaluate import read_requests
-from flowjax.monitor.held_out import NO_SHARES, HeldOutEpisode, summarise, write_held_out
+from flowjax.monitor.held_out import NO_SHARES, HeldOutEpisode, read_held_out, summarise, write_held_out
+from flowjax.monitor.token import make_run_id
 
 ROOT = Path(__file__).parent.parent
 SOKOBAN = "flowjax.envs.sokoban:Sokoban"
@@ -250,6 +252,17 @@ def test_a_seed_that_is_named_twice_is_no_second_seed(tmp_path: Path):
     for again in (one, file, tmp_path / "b" / ".." / "a"):
         with pytest.raises(ConfigError, match=r"agent@40\.jsonl is named twice on one side: give each seed"):
             evaluations_named(f"{one},{again}")
+
+
+def test_two_checkpoints_of_a_run_and_a_copy_of_it_are_no_second_seed(tmp_path: Path):
+    run = evaluation(tmp_path / "a", {"x": [True], "y": [False]})
+    write_held_out(run, "agent@20", read_held_out(run))
+    with pytest.raises(ConfigError, match=r"agent@20.jsonl is of the same run as .*agent@40.jsonl on one side"):
+        evaluations_named(f"{run},{run}/held_out/agent@20.jsonl")
+    make_run_id(run)
+    shutil.copytree(run, tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"b/.* is of the same run as .*a/held_out.* on one side"):
+        evaluations_named(f"{run},{tmp_path / 'b'}")
 
 
 def test_files_of_several_policies_have_commas_in_their_names(tmp_path: Path):

@@ -193,6 +193,19 @@ def test_a_run_that_was_begun_otherwise_is_not_gone_on_with():
         sweep_of(GOOD.replace('"credit.name": "grpo"', '"loss.kl_coefficient": 0.5'))
 
 
+def test_a_sweep_of_fewer_steps_than_were_trained_does_not_take_evaluations_from_the_middle():
+    text = GOOD.replace('"credit.name": "grpo"', '"credit.name": "grpo", "trainer.steps": 60')
+    run = sweep_of(text).runs[0]
+    finish(run, 0.5)
+    save_run(run.config, run.folder)
+    sweep_of(text)
+    sweep_of(text.replace("60", "80"))
+    with pytest.raises(
+        ConfigError, match=r"config.trainer.steps is 40, but .* has been trained for 60: raise it again"
+    ):
+        sweep_of(text.replace("60", "40"))
+
+
 def finish(run, share: float, tasks: int = 60, kind: str = "t") -> None:
     rng = np.random.default_rng(run.seed)
     run.folder.mkdir(parents=True, exist_ok=True)
