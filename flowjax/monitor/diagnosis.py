@@ -180,11 +180,15 @@ def _lost_success(lines: Lines) -> str:
             "config.loss.kl_coefficient"
         )
     first, last = (having[place].get("step", place + 1) for place in (end - steps, end - 1))
-    then_age = mean(having[end - steps : end], "staleness_mean", by="trained_tokens") or 0.0
-    played_by = max(0, round((first + last) / 2 - 1 - then_age))  # a step trains on what the version before it played
+    threes = [having[place : place + 3] for place in range(end - steps, end - 2)]
+    highest = max(threes, key=lambda three: mean(three, "success_rate", by="episodes") or 0.0)
+    then_age = mean(highest, "staleness_mean", by="trained_tokens") or 0.0
+    middle = highest[1].get("step", having.index(highest[1]) + 1)
+    played_by = max(0, round(middle - 1 - then_age))  # a step trains on what the version before it played
     return (
         f"success in training has fallen from {100 * best:.0f} % (steps {first} to {last}) to {100 * now:.0f} % (last "
-        f"{steps}): {remedy}. Better than the newest is the checkpoint of about step {played_by}, which played best"
+        f"{steps}): {remedy}. The version of about step {played_by} played best: config.trainer.keep_every_steps "
+        "keeps such checkpoints"
     )
 
 

@@ -83,8 +83,10 @@ def lost_checkpoints(run_dir: Path, policies: Iterable[str]) -> list[str]:
 
 
 def evaluation_lines(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of evaluations by step. Several are played at once, and each is written when its last episode ends."""
-    return sorted((entry for entry in entries if entry.get("kind") == "eval"), key=lambda entry: entry.get("step", 0))
+    """Lines of evaluations by step. Several are played at once, and each is written when its last episode ends; of one
+    that was written twice, as after the death of a process, the last line."""
+    last = {str(entry.get("versions", entry.get("step", 0))): entry for entry in entries if entry.get("kind") == "eval"}
+    return sorted(last.values(), key=lambda entry: entry.get("step", 0))
 
 
 def parse_lines(data: bytes) -> Iterator[dict[str, Any]]:

@@ -44,7 +44,7 @@ def overview(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{run_dir} has no step and no evaluation yet{warming}: look again when it has one")
     events = [entry for entry in entries if entry["kind"] == "run"]
     warm_start = _warm_start(warm)
-    starts = read_starts(run_dir)
+    starts = [start for start in read_starts(run_dir) if isinstance(start.get("started_s"), int | float)]
     ends = ends_of(starts, [*entries, *warm])
     paused = pauses(starts, ends)
     warm_s = _awake(warm_start[1], paused) - _awake(warm_start[0], paused) if warm_start else 0.0

@@ -5,6 +5,7 @@ evaluations with their 95 % intervals. The graph is that of the group of the las
 success, with the value of each state and the advantage of each move.
 """
 
+import itertools
 import math
 import shutil
 import subprocess
@@ -112,7 +113,9 @@ def _axes(steps: int) -> list[str]:
         y = _y(percent / 100)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{percent} %</text>')
-    every = next(size for size in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if steps / size <= 8)
+    every = next(
+        size for power in itertools.count() for size in (10**power, 2 * 10**power, 5 * 10**power) if steps <= 8 * size
+    )
     for step in range(0, steps + 1, every):
         parts.append(f'<text x="{_x(step, steps):.1f}" y="{_HEIGHT - 24}" text-anchor="middle">{step}</text>')
     middle = _LEFT + (_WIDTH - _LEFT - _RIGHT) / 2

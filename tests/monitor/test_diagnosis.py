@@ -78,10 +78,12 @@ def test_a_run_that_lost_what_it_had_learnt_is_told_so_and_where_it_was_best():
     assert finding.rule == "lost success"
     assert "fallen from 36 % (steps 18 to 27) to 8 % (last 10)" in finding.text
     assert "lower config.optimizer.learning_rate" in finding.text  # its tokens' age is left out here
-    assert "the checkpoint of about step 22, which played best" in finding.text
+    assert "The version of about step 23 played best: config.trainer.keep_every_steps" in finding.text
     (finding,) = diagnose([{**line, "staleness_mean": 8.0} for line in run])
-    assert "tokens are 8.0 versions old" in finding.text and "about step 14" in finding.text
+    assert "tokens are 8.0 versions old" in finding.text and "about step 15" in finding.text
     assert diagnose(run[:9]) == []
+    early = [{**line, "success_rate": 0.8 if line["step"] <= 3 else 0.0} for line in run]
+    assert "The version of about step 1 played best" in diagnose(early)[0].text, "not one of the steps that it lost"
     without_signal = [{**line, "no_signal_share": 0.97} for line in run]
     assert [finding.rule for finding in diagnose(without_signal)] == ["lost success"]  # easier tasks are no remedy
 

@@ -118,6 +118,24 @@ def test_ticks_are_told_apart_and_a_single_step_has_one(page: Path):
     visit(read)
 
 
+def test_a_start_of_which_little_is_known_is_shown(tmp_path: Path):
+    """The kept runs of docs/results have no command, and their page was empty."""
+    run = record_run(tmp_path / "kept", steps=12)
+    starts = [
+        {"ended_s": 9.0},
+        {"started_s": 1e9, "ended_s": 1e9 + 60},
+        {"started_s": 2e9, "command": ["python", "-m", "x"]},
+    ]
+    (run / "run.json").write_text(json.dumps({"starts": starts}))
+    assert main([str(run)]) == 0
+
+    async def read(opened: Browser) -> None:
+        await opened.open(run / "report.html")
+        assert "What made it" in await opened.run("document.body.innerText")
+
+    visit(read)
+
+
 def test_a_line_of_several_seeds_is_of_those_that_have_a_value(page: Path):
     async def read(opened: Browser) -> None:
         await opened.open(page)

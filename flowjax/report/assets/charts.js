@@ -1,6 +1,6 @@
 // Line charts as SVG: values by step, with bands or error bars, read with a pointer or the arrow keys.
 
-const CHART = {width: 460, height: 210, left: 52, right: 12, top: 10, bottom: 30};
+const CHART = {width: 460, height: 210, left: 52, right: 20, top: 10, bottom: 30};
 
 // `series`: [{label, colour, dashed, x, y, low, high, band, marks}]. A line is cut where a value is not finite ("nan"), and goes on where a step has none; `band` fills between low and high, `marks` draws points with bars.
 function lineChart({title, series, share = false, help = ""}) {

