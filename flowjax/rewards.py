@@ -68,10 +68,11 @@ def trajectory_scores(
     that failed for reasons outside the policy, which no component sees.
 
     Raises:
-        RewardError: a component does not exist or gives no finite number, or an episode that counts does not report
-            what it needs.
+        RewardError: there is no component, one does not exist or gives no finite number, or an episode that counts does
+            not report what it needs.
     """
-    parts = _parts(components)
+    if not (parts := _parts(components)):
+        raise RewardError("there is no component: name one, as in {'success': 1.0}")
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     counted = np.array([trajectory.status in COUNTED_STATUSES for trajectory in trajectories], bool)
     kept = [trajectory for trajectory, counts in zip(trajectories, counted, strict=True) if counts]

@@ -21,8 +21,9 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def report(run: Path, *, committed: int, ready: int) -> None:
-    write_status(run, "dataflow", {"policies": {"agent": {"committed": committed, "ready_groups": ready}}})
+def report(run: Path, *, committed: int, ready: int, played: int = 1) -> None:
+    policy = {"committed": committed, "ready_groups": ready, "open_groups": played}
+    write_status(run, "dataflow", {"policies": {"agent": policy}, "waiting": 0, "leased": 0})
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,8 @@ def test_a_step_is_early_until_the_batches_before_it_are_ready(run: Path, commit
     assert not is_early(run, 3)  # nothing is known yet
     report(run, committed=committed, ready=ready)
     assert is_early(run, 3) == early
+    report(run, committed=committed, ready=ready, played=0)
+    assert not is_early(run, 3), "it would wait for ever"
 
 
 def is_stopped(process: subprocess.Popen) -> bool:

@@ -66,11 +66,13 @@ def outrun(folder: Path, batches: int) -> contextlib.AbstractContextManager[None
 def is_early(folder: Path, batches: int) -> bool:
     """True where a step now would train on tokens that are not yet about `batches` versions old: those of the first
     version cannot be."""
-    status = read_status(folder, "dataflow").get("policies", {})
+    status = read_status(folder, "dataflow")
     if not status:
         return False
     trainer = load_run(folder).trainer
-    (policy,) = status.values()
+    (policy,) = status["policies"].values()
+    if not policy["open_groups"] and not status["waiting"] and not status["leased"]:
+        return False  # no more is played before the trainer goes on: it may have been stopped with one batch more
     # A stopped trainer may hold the next batch beside the one that is under way, and have made a version of a third one
     # that it has not reported.
     ahead = min(batches - 1, trainer.steps - policy["committed"] - 3)
