@@ -66,11 +66,12 @@ def evaluations_named(side: str) -> list[Path]:
     known: dict[str, Path] = {}
     for file in files:
         run = _run_of(file.resolve())
-        for mark in filter(None, (str(file.resolve()), str(run), known_run_id(run))):
+        marks = [mark for mark in (str(file.resolve()), str(run), known_run_id(run)) if mark]
+        for mark in marks:
             if (other := known.get(mark)) is not None:
                 same = "is named twice" if other.resolve() == file.resolve() else f"is of the same run as {other}"
                 raise ConfigError(f"{file} {same} on one side: give each seed of a method once")
-        known |= dict.fromkeys(filter(None, (str(file.resolve()), str(run), known_run_id(run))), file)
+        known |= dict.fromkeys(marks, file)
     return files
 
 
@@ -123,11 +124,11 @@ def shared_tasks(*sides: Sequence[dict[str, float]]) -> list[Float[np.ndarray, "
 
 
 def apart(tasks: Mapping[str, Set[str]]) -> list[str]:
-    """Names of the sets of tasks that have fewer than two tasks in common with all sets kept before them."""
+    """Names of the sets of tasks that have fewer than two tasks, or fewer in common with all sets kept before them."""
     names, shared = [], None
     for name, these in tasks.items():
         both = these if shared is None else shared & these
-        if shared is not None and len(both) < 2:
+        if len(both) < 2:
             names.append(name)
         else:
             shared = both
@@ -309,6 +310,8 @@ def compare_variants(evaluations: Mapping[str, Mapping[int, Path]], metric: str)
         return [], []
     left = apart({name: set.intersection(*map(set, seeds.values())) for name, seeds in scores.items()})
     there = [name for name in scores if name not in left]
+    if not there:
+        raise ConfigError("no variant has two held-out tasks that all of its seeds have played: see config.eval.tasks")
     counts = no_shares_of(_run_of(next(iter(evaluations[there[0]].values()))))
     # One set of tasks for all rows: means and differences then agree.
     shared = dict(zip(there, shared_tasks(*(list(scores[name].values()) for name in there)), strict=True))

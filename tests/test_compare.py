@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from flowjax.compare import compare, evaluations_named, read_scores
+from flowjax.compare import compare, compare_variants, evaluations_named, read_scores
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.envs.demonstrations import no_shares_of
 from flowjax.evaluate import read_requests
@@ -252,6 +252,20 @@ def test_a_seed_that_is_named_twice_is_no_second_seed(tmp_path: Path):
     for again in (one, file, tmp_path / "b" / ".." / "a"):
         with pytest.raises(ConfigError, match=r"agent@40\.jsonl is named twice on one side: give each seed"):
             evaluations_named(f"{one},{again}")
+
+
+def test_a_first_variant_whose_seeds_share_no_tasks_is_left_out(tmp_path: Path):
+    seeds = {
+        name: evaluation(tmp_path / name, {task: [True] for task in tasks})
+        for name, tasks in {"a0": "ab", "a1": "xy", "b0": "pq", "b1": "pq"}.items()
+    }
+    variants = {name: {seed: seeds[f"{name}{seed}"] for seed in (0, 1)} for name in "ab"}
+    rows, said = compare_variants(variants, "success")
+    assert [row.name for row in rows] == ["b"] and said == [
+        "Left out, for they share no two held-out tasks with the others: a."
+    ]
+    with pytest.raises(ConfigError, match="no variant has two held-out tasks that all of its seeds have played"):
+        compare_variants({"a": variants["a"]}, "success")
 
 
 def test_two_checkpoints_of_a_run_and_a_copy_of_it_are_no_second_seed(tmp_path: Path):

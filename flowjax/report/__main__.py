@@ -56,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{in_words(error)}; --out=<file> writes it elsewhere", file=sys.stderr)
+        print(
+            f"{in_words(error)}; --{'svg' if 'svg' in options else 'out'}=<file> writes it elsewhere", file=sys.stderr
+        )
         return 2
     print(f"{target} ({len(page.encode()) / 2**20:.1f} MB)")
     return 0
@@ -80,6 +82,8 @@ def _check(runs: Sequence[Path], options: dict[str, str]) -> None:
             raise ValueError(f"{run} has no config.json: give the folder of a run, and {flags}")
     if not (out := Path(options.get("out") or ".")).parent.is_dir():
         raise ValueError(f"--out is {out}, and there is no folder {out.parent}: make it, or give another")
+    if out.is_dir() and options.get("out"):
+        raise ValueError(f"--out is {out}, which is a folder: give a file, such as {out / 'report.html'}")
     for name in ("groups", "serve"):
         if options.get(name) and not options[name].isdecimal():
             raise ValueError(f"--{name} is {options[name]!r}: give a whole number")

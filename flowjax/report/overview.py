@@ -41,7 +41,11 @@ def overview(run_dir: Path) -> dict[str, Any]:
         evaluations = [_played(file) for file in oldest_first((run_dir / "held_out").glob("*.jsonl"))]
     if not train and not evaluations:
         warming = ", it is in its warm start" if warm else ""
-        raise ConfigError(f"{run_dir} has no step and no evaluation yet{warming}: look again when it has one")
+        ended = [status for start in read_starts(run_dir)[-1:] if (status := start.get("exit_status"))]
+        remedy = (
+            f"its launch ended with status {ended[0]}: go on with --resume" if ended else "look again when it has one"
+        )
+        raise ConfigError(f"{run_dir} has no step and no evaluation yet{warming}: {remedy}")
     events = [entry for entry in entries if entry["kind"] == "run"]
     warm_start = _warm_start(warm)
     starts = [start for start in read_starts(run_dir) if isinstance(start.get("started_s"), int | float)]

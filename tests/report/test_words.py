@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowjax.config import default_config, save_run
+from flowjax.config import ConfigError, default_config, save_run
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.transcripts import batch_path, read_lines, trained_path, write_lines
 from flowjax.report import page
@@ -248,6 +248,12 @@ def test_the_served_page_follows_the_run_and_no_other_file_is_served(run: Path, 
             urllib.request.urlopen(f"{served}/")
         said = early.value.read().decode()
         assert early.value.code == 503 and "has no step and no evaluation yet: look again when it has one" in said
+        starts = (run / "run.json").read_text()
+        ended = [{**start, "exit_status": 143} for start in json.loads(starts)["starts"]]
+        (run / "run.json").write_text(json.dumps({"starts": ended}))
+        with pytest.raises(ConfigError, match="its launch ended with status 143: go on with --resume"):
+            overview(run)
+        (run / "run.json").write_text(starts)
         assert 'http-equiv="refresh"' in said and early.value.headers["Content-Type"].startswith("text/html")
         MetricsWriter(run / "warm_start").write("train", step=1, policy="base", loss=1.0)
         with pytest.raises(ValueError, match="no evaluation yet, it is in its warm start: look again"):
