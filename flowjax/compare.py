@@ -71,7 +71,8 @@ def evaluations_named(side: str) -> list[Path]:
             if (other := known.get(mark)) is not None:
                 same = "is named twice" if other.resolve() == file.resolve() else f"is of the same run as {other}"
                 raise ConfigError(f"{file} {same} on one side: give each seed of a method once")
-        known |= dict.fromkeys(marks, file)
+        for mark in marks:
+            known[mark] = file
     return files
 
 

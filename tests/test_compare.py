@@ -261,9 +261,8 @@ def test_a_first_variant_whose_seeds_share_no_tasks_is_left_out(tmp_path: Path):
     }
     variants = {name: {seed: seeds[f"{name}{seed}"] for seed in (0, 1)} for name in "ab"}
     rows, said = compare_variants(variants, "success")
-    assert [row.name for row in rows] == ["b"] and said == [
-        "Left out, for they share no two held-out tasks with the others: a."
-    ]
+    assert [row.name for row in rows] == ["b"]
+    assert said[0] == "Left out, for they share no two held-out tasks with the others: a."
     with pytest.raises(ConfigError, match="no variant has two held-out tasks that all of its seeds have played"):
         compare_variants({"a": variants["a"]}, "success")
 
