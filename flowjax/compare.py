@@ -373,7 +373,7 @@ def variants_table(name: str, metric: str, rows: Sequence[VariantRow], said: Seq
 
 def variants_figure(metric: str, rows: Sequence[VariantRow]) -> str:
     """The means with their intervals as SVG, a small circle for each seed."""
-    left, width, each, top = 160, 480, 36, 40
+    left, width, each, top = 20 + max([140, *(8 * len(row.name) for row in rows)]), 480, 36, 40
     ends = [end for row in rows for end in (row.low, row.high, *row.seeds)]
     low, high = min(ends), max(ends)
     low, high = (low - 0.5, high + 0.5) if low == high else (low - 0.05 * (high - low), high + 0.05 * (high - low))

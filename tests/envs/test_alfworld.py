@@ -368,6 +368,18 @@ def test_a_trial_that_is_held_out_is_no_training_game(data: Path, tmp_path: Path
     assert len(Alfworld(path=str(tmp_path / "data")).tasks("train", 0)) == 1
 
 
+@pytest.mark.parametrize("damage", [{"grammar": None}, {"pddl_problem": "(define"}])
+def test_a_damaged_game_is_named(data: Path, tmp_path: Path, damage: dict):
+    shutil.copytree(data, tmp_path / "data")
+    world = Alfworld(path=str(tmp_path / "data"))
+    task = take(world.tasks("train", 0), 0)
+    file = tmp_path / "data/json_2.1.1" / task.payload["game"] / "game.tw-pddl"
+    kept = {name: value for name, value in {**json.loads(file.read_text()), **damage}.items() if value is not None}
+    file.write_text(json.dumps(kept))
+    with pytest.raises(WorldError, match=rf"the game in .*{task.payload['game']} cannot be loaded .*: remove it"):
+        world.env().reset(task, 0)
+
+
 def test_missing_data_is_named_with_the_remedy(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(WorldError, match=r"env.options path is .*holds no json_2.1.1.*alfworld-download"):
         Alfworld(path=str(tmp_path)).tasks("train", 0)

@@ -54,6 +54,11 @@ def test_bm25_equals_its_formula_and_ties_go_by_row(texts: list[list[str]], quer
     assert everything == sorted(everything, key=lambda item: (-item[1], item[0]))
 
 
+def test_a_corpus_without_words_is_refused():
+    with pytest.raises(WorldError, match="no passage of the corpus has a word to search for"):
+        BM25Index(["the a of", ""])
+
+
 def test_words_are_stemmed_and_stop_words_ignored():
     index = BM25Index(["the rivers run", "a lake", "running water"])
     assert [row for row, _ in index.search(["a River"], 3)[0]] == [0]

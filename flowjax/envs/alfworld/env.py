@@ -40,7 +40,16 @@ class Games:
         if known is None:
             game, trajectory = _contents(task, root)
             cache = None if options.cache is None else Path(options.cache)
-            known = self._loaded[key] = Loaded(Game(game, library, cache), GameGoal.read(trajectory))
+            try:
+                known = self._loaded[key] = Loaded(Game(game, library, cache), GameGoal.read(trajectory))
+            except Exception as error:  # parsers of domains and grammars have errors of their own kinds
+                if "game" not in task.payload:
+                    raise  # generated: a fault of ours
+                place = (root or Path()) / task.payload["game"]
+                said = f"{type(error).__name__}: {error}"[:200]
+                raise WorldError(
+                    f"the game in {place} cannot be loaded ({said}): remove it, or get it again"
+                ) from error
         self._loaded.move_to_end(key)
         if len(self._loaded) > options.games_kept:
             while len(self._loaded) > options.games_kept:

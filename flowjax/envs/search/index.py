@@ -53,6 +53,8 @@ class BM25Index:
     def __init__(self, texts: Sequence[str]):
         bm25s, self._stop_words, self._stemmer = import_bm25s()
         tokens = bm25s.tokenize(list(texts), stopwords="en", stemmer=self._stemmer, show_progress=False)
+        if not any(tokens.ids):
+            raise WorldError("no passage of the corpus has a word to search for: all are empty, or of stop words alone")
         self._bm25: Any = bm25s.BM25()
         self._bm25.index(tokens, show_progress=False)
         self._read()
