@@ -314,7 +314,7 @@ def device_lines(run: Run, devices: Devices, found: Findings) -> list[tuple[str,
     workers = f"CPU, {count} environment worker{'s' * (count != 1)}"
     lines.append(("dataflow, rollout", workers))
     if not devices.trainer and run.trains and not run.trained_remotely:
-        slower = "given back at each step: apt-get install libtcmalloc-minimal4 saves a sixth of one"
+        slower = "given back at each step: apt-get install libtcmalloc-minimal4 makes steps shorter"
         lines.append(("memory on the CPU", f"kept by {tcmalloc()}" if tcmalloc() else slower))
     return lines
 
