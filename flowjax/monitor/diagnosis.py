@@ -12,6 +12,7 @@ from typing import Any
 
 RECENT_STEPS = 10
 _FEWEST_STEPS = 5  # that a rule judges: fewer are too noisy
+_BEGINNING = 3  # steps: what breaks within the first ten is seen beside these
 _NO_SIGNAL = 0.9  # share of the groups
 _SPLIT = 0.2  # a success rate above this and below 1 - this is neither nearly none nor nearly all
 _CUT = 0.1  # share of the replies
@@ -86,15 +87,17 @@ def _no_signal(lines: Lines) -> str:
 
 
 def _entropy(lines: Lines) -> str:
-    first, newest = _both_ends(lines, "entropy")
-    began, now = mean(first, "entropy", by="trained_tokens"), mean(newest, "entropy", by="trained_tokens")
-    success = mean(newest, "success_rate", by="episodes")
-    if began is None or now is None or now >= _COLLAPSED * began or (success or 0.0) >= _MASTERED:
-        return ""
-    return (
-        f"the entropy of replies has collapsed from {began:.3g} to {now:.3g} nats a token: the policy hardly tries "
-        "anything else any more. Raise config.loss.entropy_coefficient, or lower config.optimizer.learning_rate"
-    )
+    for first, newest in _both_ends(lines, "entropy"):
+        began, now = mean(first, "entropy", by="trained_tokens"), mean(newest, "entropy", by="trained_tokens")
+        success = mean(newest, "success_rate", by="episodes") or 0.0
+        if began is None or now is None or now >= _COLLAPSED * began or success >= _MASTERED:
+            continue
+        return (
+            f"the entropy of replies has collapsed from {began:.3g} to {now:.3g} nats a token: the policy hardly "
+            "tries anything else any more. Raise config.loss.entropy_coefficient, or lower "
+            "config.optimizer.learning_rate"
+        )
+    return ""
 
 
 def _cut(lines: Lines) -> str:
@@ -108,14 +111,15 @@ def _cut(lines: Lines) -> str:
 
 
 def _invalid(lines: Lines) -> str:
-    first, newest = _both_ends(lines, "invalid_share")
-    began, now = mean(first, "invalid_share", by="turns"), mean(newest, "invalid_share", by="turns")
-    if began is None or now is None or now <= began + max(0.05, began / 2):
-        return _mostly_invalid(lines)
-    return (
-        f"invalid replies have risen from {100 * began:.1f} % (first {len(first)} steps) to {100 * now:.1f} % (last "
-        f"{len(newest)}): it may be learning not to act; read the report's episodes, and see config.credit"
-    )
+    for first, newest in _both_ends(lines, "invalid_share"):
+        began, now = mean(first, "invalid_share", by="turns"), mean(newest, "invalid_share", by="turns")
+        if began is None or now is None or now <= began + max(0.05, began / 2):
+            continue
+        return (
+            f"invalid replies have risen from {100 * began:.1f} % (first {len(first)} steps) to {100 * now:.1f} % "
+            f"(last {len(newest)}): it may be learning not to act; read the report's episodes, and see config.credit"
+        )
+    return _mostly_invalid(lines)
 
 
 def _mostly_invalid(lines: Lines) -> str:
@@ -161,13 +165,21 @@ def _lost_success(lines: Lines) -> str:
     steps = min(RECENT_STEPS, len(having) // 2)
     if steps < _FEWEST_STEPS:
         return ""
-    means = [mean(having[end - steps : end], "success_rate", by="episodes") or 0.0 for end in range(steps, len(having))]
-    newest = having[-steps:]
-    now = mean(newest, "success_rate", by="episodes") or 0.0
-    best = max(means[: len(having) - 2 * steps + 1])  # of steps that are not among the newest
-    if now >= _LOST * best or best - now < _SEEN_TO_FALL:
-        return ""
-    end = steps + means.index(best)
+
+    def success(span: slice) -> float:
+        return mean(having[span], "success_rate", by="episodes") or 0.0
+
+    now = success(slice(-steps, None))
+    spans = [slice(start, start + steps) for start in range(len(having) - 2 * steps + 1)]  # before the newest steps
+    for span in (max(spans, key=success), slice(0, _BEGINNING)):
+        if now < _LOST * success(span) and success(span) - now >= _SEEN_TO_FALL:
+            return _fallen(having, span, success(span), having[-steps:], now)
+    return ""
+
+
+def _fallen(having: Lines, span: slice, best: float, newest: Lines, now: float) -> str:
+    """That success has fallen from `best`, in the `span` of lines, to `now`, in the newest; why it may have, and where
+    the best checkpoint is."""
     age = mean(newest, "staleness_mean", by="trained_tokens") or 0.0
     if age >= _OLD_VERSIONS:
         remedy = (
@@ -179,15 +191,15 @@ def _lost_success(lines: Lines) -> str:
             "unless its tasks have become harder, lower config.optimizer.learning_rate or raise "
             "config.loss.kl_coefficient"
         )
-    first, last = (having[place].get("step", place + 1) for place in (end - steps, end - 1))
-    threes = [having[place : place + 3] for place in range(end - steps, end - 2)]
+    first, last = (having[place].get("step", place + 1) for place in (span.start, span.stop - 1))
+    threes = [having[place : place + 3] for place in range(span.start, span.stop - 2)]
     highest = max(threes, key=lambda three: mean(three, "success_rate", by="episodes") or 0.0)
     then_age = mean(highest, "staleness_mean", by="trained_tokens") or 0.0
     middle = highest[1].get("step", having.index(highest[1]) + 1)
     played_by = max(0, round(middle - 1 - then_age))  # a step trains on what the version before it played
     return (
         f"success in training has fallen from {100 * best:.0f} % (steps {first} to {last}) to {100 * now:.0f} % (last "
-        f"{steps}): {remedy}. The version of about step {played_by} played best: config.trainer.keep_every_steps "
+        f"{len(newest)}): {remedy}. The version of about step {played_by} played best: config.trainer.keep_every_steps "
         "keeps such checkpoints"
     )
 
@@ -216,8 +228,10 @@ def _newest(lines: Lines, name: str) -> Lines:
     return having[-RECENT_STEPS:] if len(having) >= _FEWEST_STEPS else ()
 
 
-def _both_ends(lines: Lines, name: str) -> tuple[Lines, Lines]:
-    """The first and the newest lines with a metric, equally many and disjoint; none where they are too few."""
+def _both_ends(lines: Lines, name: str) -> list[tuple[Lines, Lines]]:
+    """The first and the newest lines with a metric, disjoint: as many of both, then only those of the beginning, beside
+    which a change within the first steps is seen; none where they are too few."""
     having = [line for line in lines if name in line]
     steps = min(RECENT_STEPS, len(having) // 2)
-    return (having[:steps], having[-steps:]) if steps >= _FEWEST_STEPS else ((), ())
+    firsts = (steps, _BEGINNING) if steps >= _FEWEST_STEPS else ()
+    return [(having[:first], having[-steps:]) for first in firsts]

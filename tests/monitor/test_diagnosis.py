@@ -88,6 +88,20 @@ def test_a_run_that_lost_what_it_had_learnt_is_told_so_and_where_it_was_best():
     assert [finding.rule for finding in diagnose(without_signal)] == ["lost success"]  # easier tasks are no remedy
 
 
+@pytest.mark.parametrize(
+    ("metric", "healthy", "broken", "sentence"),
+    [
+        ("success_rate", 0.24, 0.0, r"fallen from 24 % \(steps 1 to 3\) to 0 % \(last 10\)"),
+        ("entropy", 0.6, 0.02, "collapsed from 0.6 to 0.02"),
+        ("invalid_share", 0.05, 0.4, r"risen from 5\.0 % \(first 3 steps\) to 40\.0 % \(last 10\)"),
+    ],
+)
+def test_what_breaks_within_the_first_ten_steps_is_seen_beside_the_first_three(metric, healthy, broken, sentence):
+    run = [{**line, metric: healthy if line["step"] <= 3 else broken} for line in lines(count=40)]
+    (finding,) = diagnose(run)
+    assert re.search(sentence, finding.text), finding.text
+
+
 def test_success_that_was_never_much_cannot_be_lost():
     assert diagnose(lines({"success_rate": (0.08, 0.01)})) == []
 
