@@ -133,6 +133,17 @@ def test_training_problems_that_are_tested_are_left_out(tmp_path: Path):
     assert [problem.question for problem in load(str(tmp_path), "train")] == ["a"]
 
 
+def test_each_problem_is_there_once_and_none_with_two_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    answers = [("a", "1"), ("b", "2"), ("A ", "1"), ("c", r"\dfrac{1}{2}"), ("c", r"\frac12"), ("b", "3"), ("b", "2")]
+    write(tmp_path / "train.jsonl", [{"question": question, "answer": answer} for question, answer in answers])
+    write(tmp_path / "test.jsonl", [{"question": "d", "answer": "1"}])
+    assert [problem.question for problem in load(str(tmp_path), "train")] == ["a", "c"]
+    assert "1 problems whose rows have different answers are left out" in caplog.text
+    write(tmp_path / "only.jsonl", [{"question": "a", "answer": answer} for answer in ("1", "2")])
+    with pytest.raises(WorldError, match="holds no"):
+        load(str(tmp_path / "only.jsonl"), split_of("a"))
+
+
 def test_one_text_in_two_ways_of_writing_accents_is_one_problem(tmp_path: Path):
     write(
         tmp_path / "train.jsonl",

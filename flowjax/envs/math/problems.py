@@ -13,6 +13,7 @@ JSON lines (`.jsonl`), a JSON list (`.json`) and parquet are read.
 
 import functools
 import json
+import logging
 import math
 import re
 import unicodedata
@@ -63,13 +64,18 @@ def copied(answer: str, gold: str, question: str) -> bool:
     """
     if len(answer) > MAX_COPIED:
         return False
-    said, meant = (re.sub(r"\s", "", _written(text)).rstrip(".%") for text in without_unit(answer, gold))
+    said, meant = (_spelled(text) for text in without_unit(answer, gold))
     if said == meant or not re.search(r"[-+*/^=.]|frac|sqrt", said):
         return False
     if _PLAIN.fullmatch(said) and _PLAIN.fullmatch(meant):
         return False
     there = r"\s*".join(map(re.escape, said))
     return bool(re.search(rf"(?<![\w.]){there}(?!\w|\.\d)", _written(question)))
+
+
+def _spelled(answer: str) -> str:
+    """An answer in one spelling, without white space and what may stand at its end."""
+    return re.sub(r"\s", "", _written(answer)).rstrip(".%")
 
 
 def _written(text: str) -> str:
@@ -153,7 +159,7 @@ def _evaluate(numbers: list[int], signs: list[str]) -> int | None:
 
 @functools.lru_cache(maxsize=4)
 def load(path: str, split: Split) -> tuple[MathProblem, ...]:
-    """Problems of one split: a file is split by content, a folder has a train and a test file.
+    """Problems of one split, each once: a file is split by content, a folder has a train and a test file.
 
     In a folder, training problems that are also in the test file are left out.
 
@@ -170,9 +176,24 @@ def load(path: str, split: Split) -> tuple[MathProblem, ...]:
             problems = [problem for problem in _read_named(place, "train") if _content(problem.question) not in known]
     else:
         problems = [problem for problem in read(place) if split_of(problem.question) == split]
+    problems = _each_once(path, problems)
     if not problems:
         raise WorldError(f"env.options path={path!r} holds no {split} problems: give a larger file, or a folder of two")
     return tuple(problems)
+
+
+def _each_once(path: str, problems: Iterable[MathProblem]) -> list[MathProblem]:
+    """The problems without repetitions (DAPO's file has each a hundred times), and without those whose rows have
+    different answers: of these nobody knows which one is right."""
+    found: dict[str, MathProblem] = {}
+    contradicted: set[str] = set()
+    for problem in problems:
+        content = _content(problem.question)
+        if _spelled(found.setdefault(content, problem).answer) != _spelled(problem.answer):
+            contradicted.add(content)
+    if contradicted:
+        logging.warning("%s: %d problems whose rows have different answers are left out", path, len(contradicted))
+    return [problem for content, problem in found.items() if content not in contradicted]
 
 
 def _read_named(folder: Path, name: str) -> list[MathProblem]:
