@@ -335,12 +335,13 @@ def test_answers_of_a_users_own_rows_are_read(tmp_path: Path):
         {"question": "Who?", "answer": "Ann"},
         {"question": "who", "answer": ["Bob", "Ann"]},  # a row for each answer
         {"question": "When?", "answer": 1724.0},  # of a column with gaps
+        {"question": "Where?", "answer": "Zu\u0308rich"},  # a reply spells it with one letter
         {"question": "What of Jose\u0301?", "answer": "x1"},
         {"question": "What of Jos\u00e9?", "answer": "x2"},
     ]
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = read_questions(tmp_path, "held_out")
-    assert [question.answers for question in found] == [("Ann", "Bob"), ("1724",), ("x1", "x2")]
+    assert [question.answers for question in found] == [("Ann", "Bob"), ("1724",), ("Z\u00fcrich",), ("x1", "x2")]
     for answer, said in (
         (float("nan"), "nan is no number"),
         ("['Paris', 'paris']", "a list that was written as a text"),

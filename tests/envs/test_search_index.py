@@ -271,9 +271,34 @@ def test_an_index_of_something_else_is_refused(tmp_path: Path):
         start("--documents=200", "--corpus_seed=1", f"--index_path={tmp_path / 'seed'}")
     lines = (tmp_path / "corpus.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "corpus.jsonl").write_text("".join(reversed(lines)))
+    note.write_text(json.dumps({name: value for name, value in made.items() if name != "lines"}))
+    with pytest.raises(WorldError, match=r"something else .contents '\w+', here '\w+'.: remove it"):
+        start(corpus, *dense)  # versions before wrote no digest of the lines
+    note.write_text(json.dumps(made))
     for flags in ([bm25], dense):
         with pytest.raises(WorldError, match=r"was made of, or with, something else .contents"):
             start(corpus, *flags)
+
+
+def test_an_edit_of_one_of_thousands_of_passages_is_seen(tmp_path: Path):
+    path, flags = (
+        tmp_path / "corpus.jsonl",
+        [f"--corpus={tmp_path / 'corpus.jsonl'}", f"--index_path={tmp_path / 'made'}"],
+    )
+    lines = [json.dumps({"id": str(number), "contents": f"word{number}"}) + "\n" for number in range(5000)]
+    path.write_text("".join(lines))
+    server.load(server.read_arguments(flags))
+    lines[7] = lines[7].replace("word7", "another word7")
+    path.write_text("".join(lines))
+    with pytest.raises(WorldError, match=r"made was made of, or with, something else .lines"):
+        server.load(server.read_arguments(flags))
+
+
+def test_chinese_and_japanese_words_are_found_by_their_characters():
+    index = BM25Index(["北京是中国的首都。", "東京は日本の首都です。", "Paris is the capital of France", "GPU显卡"])
+    assert index.search(["中国首都"], 1)[0][0][0] == 0
+    assert index.search(["日本の首都"], 1)[0][0][0] == 1
+    assert [row for row, _ in index.search(["gpu"], 4)[0]] == [row for row, _ in index.search(["显卡"], 4)[0]] == [3]
 
 
 def test_an_encoder_of_another_width_is_named_with_both(tmp_path: Path):

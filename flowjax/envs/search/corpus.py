@@ -9,6 +9,7 @@ ASearcher's).
 """
 
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -274,6 +275,10 @@ class Corpus(Sequence[Document]):
                 '{"id": "0", "contents": "\\"Title\\"\\ntext"}'
             ) from error
 
+    def digest_of_lines(self) -> str:
+        """Digest of where each document's line begins."""
+        return hashlib.blake2b(self._starts.tobytes(), digest_size=8).hexdigest()
+
     def _line(self, row: int) -> int:
         """Number of a document's line in the file, from 1, empty lines included."""
         end = int(self._starts[row])
@@ -298,10 +303,13 @@ def pages(documents: Sequence[Document]) -> dict[str, int]:
     return found
 
 
-def digest(documents: Sequence[Document]) -> str:
-    """Digest of a sample of the passages, spread over all of them, to recognise a corpus."""
+def identity(documents: Sequence[Document]) -> dict[str, int | str]:
+    """What a corpus is recognised by: its number of passages, a digest of a sample of them, spread over all, and, of a
+    file, one of the lengths of all lines. An edit that keeps a line's length is seen only in the sample."""
     rows = range(0, len(documents), max(len(documents) // _DIGESTED, 1))
-    return f"{state_key(*(documents[row].contents for row in rows)):016x}"
+    sample = state_key(*(documents[row].contents for row in rows))
+    lines: dict[str, int | str] = {"lines": documents.digest_of_lines()} if isinstance(documents, Corpus) else {}
+    return {"passages": len(documents), "contents": f"{sample:016x}"} | lines
 
 
 def _line_starts(data: mmap.mmap) -> np.ndarray:
@@ -429,7 +437,7 @@ def _question(row: Mapping[str, Any]) -> Question:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    """A text or number, or each of a list. Whole numbers have no point: a column with gaps makes 1724.0 of 1724."""
+    """A text or number, or each of a list, in NFC, as tokenizers have it. A column with gaps makes 1724.0 of 1724."""
     parts = value if isinstance(value, list) else [value]
     for part in parts:
         if isinstance(part, bool) or not isinstance(part, str | int | float):
@@ -438,4 +446,5 @@ def _strings(value: Any) -> tuple[str, ...]:
             raise ValueError(f"{part} is no number: leave the field out where there is none")
         if isinstance(part, str) and _LISTED.fullmatch(part.strip()):
             raise ValueError(f"{part[:100]!r} is a list that was written as a text: give the list")
-    return tuple(str(int(part) if isinstance(part, float) and part.is_integer() else part) for part in parts)
+    texts = (str(int(part) if isinstance(part, float) and part.is_integer() else part) for part in parts)
+    return tuple(unicodedata.normalize("NFC", text) for text in texts)

@@ -26,7 +26,8 @@ from flowjax.files import new_file, new_folder, replace_file, sampled_digest_of
 Scored = list[tuple[int, float]]  # rows and their scores, best first
 Encoder = Callable[[Sequence[str], Literal["query", "passage"]], Float[np.ndarray, "texts width"]]
 Vectors = Callable[[int, int], Float[np.ndarray, "passages width"]]  # (start, end) -> vectors of passages [start, end)
-_WORD = re.compile(r"(?u)\b\w\w+\b")
+# Two letters or digits or more; of Chinese and Japanese, which leave no space between words, each character.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]{2,}")
 _BLOCK = 1024  # passages encoded at once
 ADDED_AT_ONCE = 16_384  # vectors in memory while an index is compressed
 SAMPLED = 16  # of these blocks, or up to twice as many, spread over all passages, train its cells and codes
@@ -52,7 +53,9 @@ class BM25Index:
 
     def __init__(self, texts: Sequence[str]):
         bm25s, self._stop_words, self._stemmer = import_bm25s()
-        tokens = bm25s.tokenize(list(texts), stopwords="en", stemmer=self._stemmer, show_progress=False)
+        tokens = bm25s.tokenize(
+            list(texts), token_pattern=_WORD.pattern, stopwords="en", stemmer=self._stemmer, show_progress=False
+        )
         if not any(tokens.ids):
             raise WorldError("no passage of the corpus has a word to search for: all are empty, or of stop words alone")
         self._bm25: Any = bm25s.BM25()
@@ -265,7 +268,8 @@ def kept(path: Path, wanted: Mapping[str, Any], load: Callable[[Path], Any]) -> 
     try:
         of_file = _of_file(path)
         wanted = {**wanted, **of_file}
-        made = of_file | json.loads(note.read_text()) if note.exists() else wanted  # older notes lack the digest
+        lacking = of_file | {"lines": wanted.get("lines")}  # in older notes
+        made = lacking | json.loads(note.read_text()) if note.exists() else wanted
         others = [
             f"{name} {made.get(name)!r}, here {value!r}" for name, value in wanted.items() if made.get(name) != value
         ]

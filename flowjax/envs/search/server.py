@@ -34,7 +34,7 @@ import numpy as np
 from aiohttp import web
 
 from flowjax.envs import WorldError
-from flowjax.envs.search.corpus import HOW_TO_GET, Corpus, Document, digest, encyclopedia, pages
+from flowjax.envs.search.corpus import HOW_TO_GET, Corpus, Document, encyclopedia, identity, pages
 from flowjax.envs.search.index import (
     BM25Index,
     DenseIndex,
@@ -349,13 +349,13 @@ def _load_index(arguments: argparse.Namespace, documents: Sequence[Document]) ->
 
 
 def _how_made(arguments: argparse.Namespace, documents: Sequence[Document]) -> dict[str, Any]:
-    """The flags that an index depends on, with the number and digest of its passages. Empty flags are left out, so that
-    a compressed index may be loaded without the flags that made it."""
+    """The flags that an index depends on, with what its corpus is recognised by. Empty flags are left out, so that a
+    compressed index may be loaded without the flags that made it."""
     given = {"index": arguments.index, "compress": arguments.compress, "vectors": Path(arguments.vectors).name}
     if arguments.index == "dense":  # without an encoder its path would be the working folder
         encoder = Path(arguments.encoder)
         given["encoder"] = encoder.resolve().name if encoder.is_dir() else arguments.encoder
-    return {"passages": len(documents), "contents": digest(documents)} | {k: v for k, v in given.items() if v}
+    return identity(documents) | {k: v for k, v in given.items() if v}
 
 
 def _try_search(arguments: argparse.Namespace, index: DenseIndex, texts: Sequence[str]) -> None:
