@@ -222,10 +222,11 @@ class GeneratedTasks:
         for kind in self._options.task_types:
             if not _rooms(self._split, self._options.held_out, self._options.scenes, kind):
                 rooms = "any room" if self._options.scenes is None else f"scenes {self._options.scenes}"
+                or_seen = "" if self._options.held_out == "seen" else "take held_out='seen', "
                 raise WorldError(
                     f"env.options: {rooms} with held_out={self._options.held_out!r} allows no {self._split} task of "
-                    f"task_types {kind}: add scenes (unseen ones are 1-6, 201-206, 301-306, 401-406), take "
-                    "held_out='seen', or leave that kind out"
+                    f"task_types {kind}: add scenes (unseen ones are 1-6, 201-206, 301-306, 401-406), {or_seen}or leave "
+                    "that kind out"
                 )
 
 
