@@ -25,6 +25,7 @@ from typing import Any
 from flowjax.config import ConfigError
 from flowjax.files import replace_file
 from flowjax.monitor.metrics import METRICS_FILE
+from flowjax.monitor.token import known_run_id
 from flowjax.monitor.trouble import in_words
 from flowjax.report.page import Made, make_page
 from flowjax.report.pictures import draw_state_graph, learning_curves
@@ -76,6 +77,10 @@ def _check(runs: Sequence[Path], options: dict[str, str]) -> None:
         raise ValueError("no run is named: give the folder of one, for example runs/sokoban-nano")
     if twice := [run for place, run in enumerate(runs) if run.resolve() in map(Path.resolve, runs[:place])]:
         raise ValueError(f"{twice[0]} is named twice, which would pass for two seeds: name each run once")
+    by_id: dict[str, Path] = {}
+    for run in runs:
+        if (run_id := known_run_id(run)) and (first := by_id.setdefault(run_id, run)) is not run:
+            raise ValueError(f"{run} is a copy of {first}, which would pass for a second seed: name one of them")
     for run in runs:  # else only the page in the browser would show the mistake, each time anew
         if "serve" in options and not (run / "config.json").exists():
             flags = "values of flags after '=', as in --serve=8700"

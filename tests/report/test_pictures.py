@@ -153,6 +153,10 @@ def test_a_run_is_named_once_and_by_a_name_that_tells_it_from_the_others(
     assert f">{run}</text>" in picture and f">{again}</text>" in picture
     assert main([str(again), str(again / ".." / again.name), "--svg"]) == 2
     assert "is named twice, which would pass for two seeds: name each run once" in capsys.readouterr().err
+    for folder in (run, again):
+        (folder / "run_id").write_text("of-both\n")
+    assert main([str(run), str(again), "--svg"]) == 2
+    assert f"{again} is a copy of {run}, which would pass for a second seed" in capsys.readouterr().err
     monkeypatch.chdir(again)
     assert main([".", "--svg"]) == 0
     assert f">{again.name}</text>" in (again / "learning_curve.svg").read_text()

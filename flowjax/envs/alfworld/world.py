@@ -225,8 +225,8 @@ class GeneratedTasks:
                 or_seen = "" if self._options.held_out == "seen" else "take held_out='seen', "
                 raise WorldError(
                     f"env.options: {rooms} with held_out={self._options.held_out!r} allows no {self._split} task of "
-                    f"task_types {kind}: add scenes (unseen ones are 1-6, 201-206, 301-306, 401-406), {or_seen}or leave "
-                    "that kind out"
+                    f"task_types {kind}: add scenes (unseen ones are 1-6, 201-206, 301-306, 401-406), {or_seen}or "
+                    "leave that kind out"
                 )
 
 
