@@ -25,6 +25,8 @@ Exit status: 0 done, 1 what answers is away or a role failed for good, 2 somethi
 
 import asyncio
 import contextlib
+import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -83,6 +85,7 @@ _MUST_AGREE = ("model.path", "policy", "workflow", "env.name", "env.options")  #
 _WHAT = "give a run folder, or --config with one of --checkpoint, --model and --endpoint"
 _PLAYED = "evaluation.json"  # in the folder of an evaluation: the model or checkpoints that play
 _NOT_SENT = {"eval.top_k": 0, "eval.min_p": 0.0, "rollout.stop": []}  # settings no endpoint gets -> value for "none"
+_IS_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*").fullmatch  # package.module:name
 _SAY_EVERY_S = 30.0
 _HEALTHY_EVERY_S = 0.2
 
@@ -358,6 +361,8 @@ def _evaluation(
         played["largest_codes"] = {name: largest_code(base) for name, base in rounded.items()}
     if data := _named_data(config):
         played["data_changed_s"] = max(map(_changed_s, data))
+    if code := _named_code(config):
+        played["code"] = hashlib.blake2b(b"".join(file.read_bytes() for file in code), digest_size=8).hexdigest()
     if out:
         folder = Path(out)
         if not is_unbegun(folder) and not _same(folder, config, played):
@@ -368,6 +373,13 @@ def _evaluation(
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         folders = (parent / "evaluations" / each for each in names)
         folder = next(each for each in folders if is_unbegun(each) or _same(each, config, played))
+    if not is_unbegun(folder):
+        before = load_run(folder).eval
+        if _is_whole(folder) and before.tasks >= config.eval.tasks and before.samples >= config.eval.samples:
+            config.eval.tasks, config.eval.samples = (
+                before.tasks,
+                before.samples,
+            )  # its results say more than those asked
     kept = re.sub(r"[^\w@,.=-]+", "-", played["name"])
     models = read_models(run_dir) if run_dir else {}
     return Evaluation(kept, resolve(config, folder, models), checkpoints, played, run_dir, models)
@@ -380,7 +392,12 @@ def _same(folder: Path, config: ConfigDict, played: Mapping[str, Any]) -> bool:
     except (ConfigError, OSError, ValueError):
         return False
     saved = ConfigDict(saved.to_dict())
-    # These two may differ: episodes that are there are kept, and missing ones are played.
+    # These two may differ: episodes that are there are kept, and missing ones are played. But more of one and fewer of
+    # the other would take the place of results that are whole.
+    more = (saved.eval.tasks > config.eval.tasks, saved.eval.samples > config.eval.samples)
+    fewer = (saved.eval.tasks < config.eval.tasks, saved.eval.samples < config.eval.samples)
+    if any(more) and any(fewer) and _is_whole(folder):
+        return False
     saved.eval.tasks, saved.eval.samples = config.eval.tasks, config.eval.samples
     # These may differ where a run is resumed, but not here: other engines give other episodes.
     if saved.eval.seed != config.eval.seed or _precisions(saved) != _precisions(config):
@@ -390,17 +407,49 @@ def _same(folder: Path, config: ConfigDict, played: Mapping[str, Any]) -> bool:
     return of == played and not check_unchanged(saved, config)
 
 
+def _is_whole(folder: Path) -> bool:
+    """True if the folder has the results of an evaluation in which every episode came to its end."""
+    try:
+        return json.loads((folder / "results.json").read_text())["unfinished"] == 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def _precisions(config: ConfigDict) -> dict[str, tuple[str, str]]:
     """Serving precision and quantisation of each base model."""
     return {name: (base.engine.dtype, base.engine.quantize) for name, base in resolve(config).bases.items()}
 
 
 def _named_data(config: ConfigDict) -> list[Path]:
-    """Files and folders of tasks that the world's options name. Rows have no ids but their places in a file, so a file
-    that has changed makes another evaluation."""
-    sections = (config.env.options, *(source.get("options", {}) for source in config.env.sources.values()))
-    named = {str(value) for section in sections for name, value in section.items() if value and name.endswith("path")}
-    return [path for path in map(Path, sorted(named)) if path.exists()]
+    """Files that the world's options name, and folders of its tasks. Rows have no ids but their places in a file, so a
+    file that has changed makes another evaluation."""
+    named = {path for name, text in _texts(config.env) if (path := Path(text)).is_file() or name.endswith("path")}
+    return [path for path in sorted(named) if path.exists()]
+
+
+def _named_code(config: ConfigDict) -> list[Path]:
+    """Files of modules outside flowjax that the config names: of a world and those that it derives from, of a workflow,
+    operators and backends. Other code plays other episodes."""
+    named = {text.partition(":")[0] for _, text in [("", config.workflow), *_texts(config.env)] if _IS_CODE(text)}
+    named |= {kind.__module__ for kind in find_world(config.env.name).__mro__}
+    files = set()
+    for module in named:
+        if module.partition(".")[0] not in ("flowjax", *sys.stdlib_module_names):
+            with contextlib.suppress(ImportError, ValueError):  # no module: the text says something else
+                files.add(Path(getattr(importlib.util.find_spec(module), "origin", None) or ""))
+    return sorted(file for file in files if file.is_file())
+
+
+def _texts(value: object, name: str = "") -> Iterator[tuple[str, str]]:
+    """Every text that is not empty in a section of the config, with the name of the field that it is in."""
+    if isinstance(value, str) and value:
+        yield name, value
+    elif isinstance(value, ConfigDict | Mapping):
+        for key, item in value.items():
+            yield from _texts(item, str(key))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item, name)
 
 
 def _changed_s(place: Path) -> float:
@@ -572,6 +621,8 @@ def _evaluate(request: EvaluationRequest, console: Console, command: Sequence[st
     if missing and (status := _play_missing(missing, request, console, command)):
         return status
     for evaluation in request.evaluations:
+        if all(evaluation is not each for each in missing):
+            console.print(f"{evaluation.name}: nothing is left to play, its episodes are in {evaluation.run.folder}")
         results = write_results(evaluation, request.prices)
         console.print(_table(f"{evaluation.name}, {evaluation.run.folder}", results))
     return OK

@@ -20,6 +20,7 @@ from flowjax.fields import Interval, declared_types, load_named, nearest, option
 from flowjax.records import COUNTED_STATUSES, Group, Trajectory, Turn
 
 Component = Callable[..., Float[Array, "trajectories"]]
+_RELEASE_SLACK = 1e-6  # of the canvas's structure: the default weights may add up to just below 1
 _CANCELLED = 2e-6  # share of the components' summed sizes below which their sum is float32's rounding alone
 # Component name -> weight, or a map of `weight`, the component's options and, for your own component, its `path`.
 Components = Mapping[str, Any]
@@ -181,6 +182,20 @@ def check_reward(components: Components, world_outcomes: Sequence[str], world: s
                     "another. Rewards read these numbers of an episode, no texts"
                 )
         _check_traced(component, part)
+        if part.function is canvas:
+            _check_release(component, part)
+
+
+def _check_release(name: str, part: _Part) -> None:
+    """Raise RewardError if no workflow can have the structure at which its answer pays."""
+    known = inspect.signature(canvas).parameters.values()
+    options = {each.name: each.default for each in known if each.kind is each.KEYWORD_ONLY} | dict(part.options)
+    most = min(1.0, sum(max(value, 0.0) for option, value in options.items() if option.endswith("_weight")))
+    if options["release_at"] > most + _RELEASE_SLACK:
+        raise RewardError(
+            f"config.reward.components.{name} releases the answer at a structure of {options['release_at']:g}, and its "
+            f"weights add up to {most:g} at most: no answer would ever pay. Lower release_at, or raise a weight"
+        )
 
 
 def _check_traced(name: str, part: _Part) -> None:
@@ -344,7 +359,7 @@ def canvas(
         + siblings_weight * distinct_siblings
     )
     structure = jnp.minimum(1.0, structure)
-    released = structure >= release_at - 1e-6  # the default weights may add up to just below 1
+    released = structure >= release_at - _RELEASE_SLACK
     return base + structure + jnp.where(released, correctness, 0.0)
 
 

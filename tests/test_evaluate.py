@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from ml_collections import ConfigDict
 
+from flowjax import evaluate
 from flowjax.canvas.backends import Prices
-from flowjax.config import ConfigError, save_run
+from flowjax.config import ConfigError, default_config, save_run
 from flowjax.evaluate import Evaluation, begin, leases_of, main, read_requests, rewards_of, write_results
 from flowjax.launch.checks import check_config
 from flowjax.launch.command_line import load_recipe
@@ -103,6 +105,12 @@ def test_the_same_evaluation_goes_on_in_its_folder_and_another_one_gets_its_own(
         request(run, "one", "solver/2", more=["--config.eval.samples=4", "--config.eval.tasks=9"]).run.folder.name
         == "2"
     )
+    (run / "evaluations" / "2" / "results.json").write_text('{"unfinished": 0}')  # of all its tasks and samples
+    few = request(run, "one", "solver/2", more=["--config.eval.samples=1", "--config.eval.tasks=9"])
+    whole = request(run, "one", "solver/2").run.config.eval
+    assert (few.run.folder.name, few.run.config.eval.tasks) == ("2", whole.tasks) and whole.tasks > 9
+    mixed = ["--config.eval.samples=4", "--config.eval.tasks=9"]
+    assert request(run, "one", "solver/2", more=mixed).run.folder.name == "2-2"
     greedy = request(run, "one", "solver/2", more=["--config.eval.temperature=0"])
     begin(greedy)
     assert greedy.run.folder.name == "2-2"
@@ -117,6 +125,31 @@ def test_the_same_evaluation_goes_on_in_its_folder_and_another_one_gets_its_own(
     written.touch()  # other weights at the same place
     os.utime(written, (time.time() + 9, time.time() + 9))
     assert request(run, "one", "solver/2").run.folder.name == "2-4"
+
+
+def test_code_and_files_of_ones_own_tell_evaluations_apart(run, tmp_path, monkeypatch):
+    """With a mended grader, or another file behind an option, old episodes passed for new ones."""
+    world, flow, said = (tmp_path / name for name in ("evaluated_world.py", "evaluated_flow.py", "said.json"))
+    world.write_text("from flowjax.envs.sokoban import Sokoban\n\n\nclass Own(Sokoban):\n    pass\n")
+    flow.write_text("async def play(): ...\n")
+    said.write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = default_config()
+    config.env.name = "flowjax.envs.sokoban:Sokoban"
+    assert evaluate._named_code(config) == []
+    config.env.name, config.workflow = "evaluated_world:Own", "evaluated_flow:play"
+    assert evaluate._named_code(config) == [flow, world]
+    config.env.options = ConfigDict({"path": "", "descriptions": ("said", str(said)), "rows": 6, "clock": "12:30"})
+    assert evaluate._named_data(config) == [said]
+
+    def folder() -> str:
+        return request(run, "one", "solver/2").run.folder.name
+
+    monkeypatch.setattr(evaluate, "_named_code", lambda config: [world])
+    begin(request(run, "one", "solver/2"))
+    assert folder() == "2"
+    world.write_text(world.read_text().replace("pass", "OUTCOMES = ()"))
+    assert folder() == "2-2"
 
 
 def test_a_start_that_ended_before_anything_was_kept_leaves_its_folder_free(run, monkeypatch):

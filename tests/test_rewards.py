@@ -148,6 +148,17 @@ def test_canvas_release_can_be_lowered():
     assert canvas({"release_at": 0.6}, **parts) == pytest.approx(0.6, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"format_weight": 0.0}, "0.8"), ({"release_at": 2.0}, "1"), ({"base": 0.0, "checker_weight": -1.0}, "0.8")],
+)
+def test_a_canvas_reward_whose_answer_can_never_pay_is_refused(options: dict, most: str):
+    outcomes = required_outcomes({"canvas": 1.0})
+    with pytest.raises(RewardError, match=rf"components.canvas releases .* add up to {most} at most: no answer would"):
+        check_reward({"canvas": options}, outcomes, "Canvas")
+    check_reward({"canvas": {**options, "release_at": 0.5}}, outcomes, "Canvas")
+
+
 def test_canvas_parts_are_graded_and_bounded():
     assert canvas(distinct_operators=2) == pytest.approx(-0.9)
     assert canvas(distinct_operators=9, checks=5) == pytest.approx(-0.6)

@@ -405,12 +405,14 @@ def notes_on_tasks(config: ConfigDict) -> Iterator[str]:
     """Notes on training tasks that are never played, and on held-out tasks of one source that another one trains on."""
     from flowjax.dataflow.tasks import trained_in_another_source
 
+    if config.eval.versions:  # an evaluation plays no training task, and its data may have none
+        return
     kind, default = find_world(config.env.name), default_config().env.train_tasks
     try:
         for source in config.env.sources or ("",):
             count = len(kind(**task_options(config, source)).tasks("train", config.env.data_seed))
             most = config.env.sources.get(source, {}).get("train_tasks", config.env.train_tasks)
-            if most == default < count < _ENDLESS and not config.eval.versions:  # another number was chosen
+            if most == default < count < _ENDLESS:  # another number was chosen
                 of = f" of the source {source!r}" if source else ""
                 yield (
                     f"config.env.train_tasks is {most:,}, of {count:,} training tasks{of}: the others are never "

@@ -494,4 +494,8 @@ def test_training_tasks_that_are_never_played_are_noted(tmp_path, most, said):
     config.env.train_tasks, config.eval.tasks = most, 0
     notes = list(notes_on_tasks(config))
     assert len(notes) == said
+    (tmp_path / "held_out").mkdir()
+    (tmp_path / "held_out" / "test.jsonl").write_text(json.dumps({"question": "What is 1 + 1?", "answer": "2"}))
+    config.env.options, config.eval.versions = {"path": str(tmp_path / "held_out")}, (3,)
+    assert not list(notes_on_tasks(config)), "data of an evaluation need no training tasks"
     assert all(re.search(r"train_tasks is 10,000, of 10,\d\d\d training tasks: the others are", text) for text in notes)
