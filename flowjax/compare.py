@@ -200,7 +200,7 @@ def compare(first: Sequence[Path], second: Sequence[Path], metric: str, console:
 
 
 def _check_rewarded(evaluations: Sequence[Path]) -> None:
-    """Check that the rewards of all evaluations are means over the same policies.
+    """Check that the rewards of all evaluations are means over the same policies, and the same functions.
 
     Raises:
         ConfigError: they are not.
@@ -210,6 +210,20 @@ def _check_rewarded(evaluations: Sequence[Path]) -> None:
         if not comparable_rewards(these, policies[0]):
             of = f"{', '.join(these)} in {evaluation_of(path)}, but {', '.join(policies[0])} in {evaluation_of(first)}"
             raise ConfigError(f"--metric is 'reward', the mean over the policies, which are {of}: use another metric")
+    known: dict[Path, list[Any]] = {}
+    for path in map(evaluation_of, evaluations):
+        with contextlib.suppress(ConfigError):  # `_played_otherwise` says of which ones the config is not known
+            known[path] = components_of(load_run(_run_of(path)))
+    for path, components in known.items():
+        if components != known[before := next(iter(known))]:
+            of = f"{shown(components)} in {path}, but {shown(known[before])} in {before}"
+            raise ConfigError(f"--metric is 'reward', and config.reward.components is {of}: use another metric")
+
+
+def components_of(config: ConfigDict) -> list[Any]:
+    """Components of the reward of each policy, in the order of their names."""
+    policies = resolve(config).policies
+    return [policies[name].reward.components.to_dict() for name in sorted(policies)]
 
 
 def _played_otherwise(first: Sequence[Path], second: Sequence[Path]) -> Iterator[str]:

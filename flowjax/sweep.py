@@ -42,6 +42,7 @@ from flowjax.compare import (
     apart,
     comparable_rewards,
     compare_variants,
+    components_of,
     metrics_of,
     variants_figure,
     variants_table,
@@ -61,6 +62,8 @@ from flowjax.run import resolve
 _OK, _FAILED, _USER_MISTAKE = 0, 1, 2
 _STOP_S = 60.0  # longest wait for a run that is stopping in order
 _FREE_S = 30.0  # longest wait for a launcher, left over from a sweep that was killed, to free its run
+# Fields that a run may be resumed with otherwise, and that a finished one cannot have any more.
+_OF_RESULTS = ("engine.dtype", "engine.quantize", "dataflow.failed_episodes", "dataflow.min_group_size", "eval.seed")
 _OF_TASKS = ("env.name", "env.options", "env.sources", "env.data_seed")  # fields that make tasks
 _FIELDS: dict[str, tuple[type, Any, str]] = {
     "RECIPE": (str, None, "a recipe such as 'configs/sokoban.py:nano'"),
@@ -225,13 +228,17 @@ def _made_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, st
 
 
 def _rewarded_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
-    """Variants of a sweep whose rewards are means over other policies than the first one's, and what differs."""
+    """Variants of a sweep whose rewards are other functions than the first one's, or means over other policies; and
+    what differs."""
     policies = {name: sorted(resolve(config).policies) for name, config in configs.items()}
     first = next(iter(configs), "")
     for name, these in policies.items():
         if not comparable_rewards(these, policies[first]):
             of = f"{', '.join(these)}, not {', '.join(policies[first])} as in VARIANTS[{first!r}]"
             yield name, f"its policies are {of}, and METRIC is 'reward', the mean over them: use another metric"
+        elif (components := components_of(configs[name])) != (before := components_of(configs[first])):
+            of = f"{shown(components)}, not {shown(before)} as in VARIANTS[{first!r}]"
+            yield name, f"config.reward.components is {of}, and METRIC is 'reward': use another metric"
 
 
 def _of_other_tasks(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str, str]]:
@@ -308,6 +315,12 @@ def _run(path: Path, recipe: str, folder: Path, name: str, variant: str | Mappin
             steps = f"{max(wanted.values())}, but {run_dir} has been trained for {max(trained.values())}"
             raise ConfigError(f"config.trainer.steps is {steps}: raise it again, or give the sweep another NAME")
         changes = {field: now for field, _, now in differences(saved, config) if field not in ("name", "runs")}
+        late = [field for field in changes if field.endswith(_OF_RESULTS) or ".warm_start." in f".{field}"]
+        if late and SweepRun(name, seed, run_dir, argv, saved).result.exists():
+            raise ConfigError(
+                f"config.{late[0]} is {shown(changes[late[0]])}, but {run_dir} is finished and was made with another "
+                "value: give the sweep another NAME, or remove that folder"
+            )
     return SweepRun(name, seed, run_dir, argv, config, _flags(changes))
 
 

@@ -98,6 +98,21 @@ def test_rewards_of_different_policies_are_not_compared(tmp_path: Path):
     assert printed(pair, again, metric="reward") and printed(solver, of_base, metric="reward")
 
 
+def test_rewards_by_other_functions_are_not_compared(tmp_path: Path):
+    """The same play, one side with a penalty for turns, was called better by 1.0."""
+    runs = []
+    for name, components in {"plain": {"success": 1.0}, "paid": {"success": 1.0, "turn_penalty": 0.5}}.items():
+        config = default_config()
+        config.env.name, config.reward.components = "flowjax.envs.math:Math", components
+        save_run(config, tmp_path / name)
+        episodes = [HeldOutEpisode(f"{index}", "", "", 0, "ok", 1.0, 3, 6, {}, {"agent": 1.0}) for index in range(2)]
+        write_held_out(tmp_path / name, "agent@4", episodes)
+        runs.append(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"reward.components is .*turn_penalty.* in .*paid.*, but .* in .*plain"):
+        compare(runs[:1], runs[1:], "reward", Console())
+    assert "success on 2 shared tasks" in printed(runs[:1], runs[1:])
+
+
 def test_brackets_in_names_are_no_markup(tmp_path: Path):
     run = evaluation(tmp_path / "exp[lr=2]-a", {"x": [True], "y": [False]})
     assert f"A is {run}/held_out" in printed([run], [run])

@@ -140,6 +140,12 @@ def test_variants_times_seeds_are_runs_with_configs_of_their_own():
             'METRIC = "reward"\nothers = {',
             r"VARIANTS\['pair'\]: its policies are a, b, not agent as in VARIANTS\['grpo'\], and METRIC is",
         ),
+        (
+            '"credit.name": "grpo"},',
+            '"credit.name": "grpo"},\n    "ten": {"reward.components": {"success": 10.0}},\n}\n'
+            'METRIC = "reward"\nothers = {',
+            r"VARIANTS\['ten'\]: config.reward.components is .*10.0.*, not .*1.0.* as in VARIANTS\['grpo'\], and MET",
+        ),
         ("helper = ", "helper = 1 / 0 + ", "sweep.py line 9: ZeroDivisionError"),
         ("helper = ", "helper = = ", "sweep.py line 9: SyntaxError"),
     ],
@@ -191,6 +197,18 @@ def test_a_run_that_was_begun_otherwise_is_not_gone_on_with():
         ConfigError, match=r"grpo-0 was begun otherwise \(config.loss.kl_coefficient is 0.5, but .* 0.0"
     ):
         sweep_of(GOOD.replace('"credit.name": "grpo"', '"loss.kl_coefficient": 0.5'))
+
+
+@pytest.mark.parametrize(("field", "value"), [("engine.quantize", "int8"), ("eval.seed", 5), ("warm_start.steps", 7)])
+def test_a_finished_run_is_not_taken_for_a_variant_that_may_be_resumed_otherwise(field, value):
+    run = sweep_of(GOOD).runs[0]
+    save_run(run.config, run.folder)
+    changed = GOOD.replace('"credit.name": "grpo"', f'"credit.name": "grpo", "{field}": {value!r}')
+    sweep_of(changed)  # it goes on with that
+    finish(run, 0.5)
+    sweep_of(GOOD.replace('"credit.name": "grpo"', '"credit.name": "grpo", "engine.threads": 2'))
+    with pytest.raises(ConfigError, match=rf"config.{field} is {value!r}, but .*grpo-0 is finished and was made with"):
+        sweep_of(changed)
 
 
 def test_a_sweep_of_fewer_steps_than_were_trained_does_not_take_evaluations_from_the_middle():
