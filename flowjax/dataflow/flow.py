@@ -116,8 +116,10 @@ class Flow:
         if not mismatches:
             return {}
         if self._compared.get(policy) != mismatches:  # a second copy of the message changes nothing
-            workers = self.ledger.workers_of(mismatches)
-            found.add(policy, [(worker, *mismatches[name]) for name, worker in workers.items()])
+            workers = self.ledger.workers_of(mismatches).items()
+            # What an evicted worker had played says nothing about a node that is invited again.
+            kept = [(worker, *mismatches[name]) for name, worker in workers if not self.workers.why_evicted(worker)]
+            found.add(policy, kept)
             self._compared[policy] = mismatches
         bound = f"config.dataflow.max_mismatch_kl is {most:g}, and others are below it"
         return {

@@ -175,6 +175,12 @@ class Mismatches:
             sums[worker] = sums.get(worker, np.zeros(3)) + np.array([k3, tokens, 1])
         self._commits.setdefault(policy, deque(maxlen=_COMMITS_JUDGED)).append(sums)
 
+    def forget(self, name: str) -> None:
+        """Drop what was found of a worker, or of all workers of a node: one that is invited again begins anew."""
+        for commit in (commit for commits in self._commits.values() for commit in commits):
+            for worker in [worker for worker in commit if name in (worker, worker.partition(":")[0])]:
+                del commit[worker]
+
     def means(self) -> dict[str, float]:
         """Mean k3 per token of each worker, over all policies."""
         sums = _added(commit for commits in self._commits.values() for commit in commits)
@@ -337,6 +343,7 @@ class RolloutWorkers:
         known = [worker for worker in self._seen if name in (worker, worker.partition(":")[0])]
         for worker in known:
             del self._seen[worker]
+        self.mismatches.forget(name)
         self._evicted.update(dict.fromkeys(known, reason))
         return known
 

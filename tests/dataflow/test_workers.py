@@ -142,6 +142,11 @@ def test_a_node_whose_engines_sample_from_another_policy_is_sent_away(tmp_path):
         assert set(run.flow.status()["sent_away"]) == {"far"}
         node = known_node(tmp_path, bearer(key))
         assert node is not None and "another policy than agent" in node.sent_away, "a new start would play on"
+        invite(tmp_path, "far")
+        for _ in range(40):  # nothing of the node is compared, or only what it had played before
+            await run.find({"here": 0.0, "far:1": 0.02})
+            await run.find({"here": 0.0})
+        assert not run.flow.status()["sent_away"]
 
     asyncio.run(scenario())
 
