@@ -29,6 +29,7 @@ import msgpack
 import numpy as np
 
 from flowjax.envs import Env, EnvDied, Observation, Step, World, find_world, view_reader
+from flowjax.monitor.trouble import with_place
 from flowjax.records import Task
 
 LENGTH = struct.Struct("<I")
@@ -164,7 +165,7 @@ class Worker:
             self._turns.pop(session, None)
             if isinstance(error, EnvDied):  # the world itself says what has ended the episode
                 return [session, number, [str(error), error.status], None]
-            return [session, number, [f"{type(error).__name__}: {error}", "env_error"], None]
+            return [session, number, [with_place(error), "env_error"], None]
         return [session, number, None, value]
 
     def _open(self, session: int, path: str, options: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ from flowjax.envs.demonstrations import base_words
 from flowjax.envs.pool import EnvPool, PooledEnv, check_repeats, random_walk
 from flowjax.fields import shown
 from flowjax.models.nano import build_tokenizer
+from flowjax.monitor.trouble import with_place
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 from flowjax.rollout.episode import EpisodePlayer
 from flowjax.run import Run
@@ -57,7 +58,7 @@ def fails(what: str, error: Exception) -> str:
     """
     if is_refusal(error):
         raise error
-    text = f"{what} ({type(error).__name__}: {error}): mend it"
+    text = f"{what} ({with_place(error)}): mend it"
     if isinstance(error, OSError):
         raise NotReady(text) from error
     return text

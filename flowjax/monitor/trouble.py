@@ -15,6 +15,7 @@ import resource
 import socket
 import sqlite3
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
@@ -51,6 +52,8 @@ _WORDINGS = {
 _XLA_MEMORY = "RESOURCE_EXHAUSTED"  # status in the text of XLA's error for a failed allocation
 _PROBE_BYTES = 64 * 1024
 _UNHEARD_S = 10.0
+_LONGEST_ERROR = 2000  # characters of an error of a user's code that are passed on
+_FLOWJAX = Path(__file__).parents[1]
 
 
 def explain(error: BaseException) -> str:
@@ -62,6 +65,20 @@ def explain(error: BaseException) -> str:
 def in_words(error: OSError) -> str:
     """File, cause and, where there is one, remedy of an error of the system."""
     return f"{f'{error.filename}: ' if error.filename else ''}{explain(error) or error.strerror or error}"
+
+
+def with_place(error: BaseException) -> str:
+    """An error in a line, with the file and line of code outside flowjax, such as a user's world, where it came."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f", at {Path(frame.filename).name} line {frame.lineno}" for frame in frames if _is_users(frame.filename)]
+    said = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+    return f"{said}{places[-1] if places else ''}".encode(errors="replace").decode()
+
+
+def _is_users(filename: str) -> bool:
+    path = Path(filename)
+    libraries = (_FLOWJAX, Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("platstdlib")))
+    return path.is_file() and "site-packages" not in path.parts and not any(map(path.is_relative_to, libraries))
 
 
 def is_machine_fault(error: BaseException) -> bool:

@@ -26,6 +26,7 @@ from flowjax.envs import Message, World, find_world
 from flowjax.envs.pool import EnvPool, graded
 from flowjax.fields import NAMED, load_named
 from flowjax.models.config import vocabulary_sizes
+from flowjax.monitor.trouble import with_place
 from flowjax.records import (
     COUNTED_STATUSES,
     Bounds,
@@ -45,8 +46,6 @@ from flowjax.rollout.engines import ServedBase
 from flowjax.run import Run
 from flowjax.workflows import UNVERSIONED, Agent, Generate, Played, Reply, served_version
 from flowjax.workflows.single import EpisodeOptions
-
-_LONGEST_ERROR = 2000  # characters of a world's fault that are passed on
 
 
 class Play(Protocol):
@@ -115,8 +114,7 @@ class EpisodePlayer:
         except Exception as error:  # a fault of this episode's world or workflow must not reach other episodes
             # Also a time-out inside the world, or an outcome that is no number, which the dataflow would refuse.
             if not timeout.expired():
-                reason = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR].encode(errors="replace").decode()
-                played = Played([], {}, "env_error", reason)
+                played = Played([], {}, "env_error", with_place(error))
             # With an engine away the time-out says nothing about the episode; with all of them up it was too long.
             elif all(await asyncio.gather(*(base.engine.healthy() for base in self.bases))):
                 played = Played([], {}, "timeout", f"the episode took longer than rollout.episode_timeout_s={limit_s}")

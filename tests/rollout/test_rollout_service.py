@@ -348,7 +348,7 @@ def test_a_broken_episode_does_not_touch_its_siblings(tmp_path):
         assert broken and len(broken) == 2 * len({episode.episode_id for episode in broken}), "two attempts"
         for episode in broken:
             assert (episode.status, episode.turns) == ("env_error", [])
-            assert episode.error == "RuntimeError: this episode is broken"
+            assert episode.error == "RuntimeError: this episode is broken, at unruly_workflows.py line 12"
         assert len(ok) == 16 - len(broken) // 2
         assert all(episode.status == "ok" and episode.turns for episode in ok)
         assert run.status()["failed_episodes"] == len(broken)
@@ -504,7 +504,7 @@ def test_a_time_out_of_the_worlds_own_is_no_time_out_of_the_episode(tmp_path):
         async with run.servers() as servers, run.serving(servers):
             await until(lambda: bool(servers.counted))
         assert {episode.status for episode in servers.counted} == {"env_error"}
-        assert servers.counted[0].error == "TimeoutError: the tool does not answer"
+        assert servers.counted[0].error.startswith("TimeoutError: the tool does not answer, at unruly_workflows.py")
 
     asyncio.run(scenario())
 
