@@ -17,8 +17,9 @@ in a folder of the run's `evaluations/`. The policy comes first, before given wo
 
 Rows of DS-1000 need their packages in the sandbox, `--packages=<site-packages>`; rows that are left out are counted.
 
-`--out` (by default `evaluations/<data>`) gets `rows.jsonl`, one row per problem and workflow with question, workflow,
-trace, answer and gold, and `results.json` and `results.md`. The same command again plays nothing that is in rows.jsonl.
+`--out` (by default `evaluations/<data>`, of `<data>/test.jsonl` too) gets `rows.jsonl`, one row per problem and
+workflow with question, workflow, trace, answer and gold, and `results.json` and `results.md`. The same command again
+plays nothing that is in rows.jsonl.
 
 Exit status: 0 done, 1 a backend or engine is away (what was played is kept), 2 something to correct in the command.
 """
@@ -47,6 +48,7 @@ from flowjax.canvas.problem_rows import (
     exit_status,
     kept_rows,
     markdown,
+    name_of,
     play,
     question_of,
     read_problems,
@@ -187,7 +189,7 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     wanted, left_out = read_problems(data, arguments.limit, arguments.packages)
     if arguments.backends:
         asyncio.run(_check(jobs, arguments))
-    out = Path(arguments.out or f"evaluations/{data.stem}")
+    out = Path(arguments.out or f"evaluations/{name_of(data)}")
     out.mkdir(parents=True, exist_ok=True)
     kept, rows = kept_rows(out / ROWS), {}
     if arguments.checkpoint:

@@ -106,6 +106,12 @@ def read_problems(
     return found, dict(left_out)
 
 
+def name_of(data: Path) -> str:
+    """Name of a data set: of its file or folder; of a file `test` or `train`, as every set has one, its folder's."""
+    place = data.absolute()
+    return place.parent.name if place.stem in ("train", "test") and not place.is_dir() else place.stem
+
+
 def command_parser(name: str, doc: str) -> argparse.ArgumentParser:
     """The parser of a command over problems, with the flags that all of them have; `doc` is what `--help` says."""
     head, _, rest = doc.partition("\n")
@@ -200,10 +206,12 @@ async def play(
             except BackendAway as error:
                 away.append(error)
                 return
+            rows[key] = row
+            if row["status"] == "error" and row["calls"] and not row["tokens"]:
+                return  # every request was refused, which says nothing about the workflow: the next start asks again
             # Row by row, so that an interrupted command keeps what it has played.
             with file.open("a", encoding="utf-8") as kept:
                 kept.write(json.dumps(row, default=str) + "\n")
-            rows[key] = row
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -297,7 +305,9 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def part(of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         mean, low, high = task_interval(np.array([float(row["correct"]) for row in of]))
         spent = {name: float(np.mean([row[name] for row in of])) for name in _COUNTED}
-        return {"problems": len(of), "accuracy": mean, "low": low, "high": high, **spent}
+        failed = Counter(next(iter(row["errors"]), "no error is known") for row in of if row["status"] == "error")
+        why = {"failed": failed.total(), "failed_with": failed.most_common(1)[0][0]} if failed else {}
+        return {"problems": len(of), "accuracy": mean, "low": low, "high": high, **spent, **why}
 
     sources = sorted({row["source"] for row in rows})
     by_source = {source: part([row for row in rows if row["source"] == source]) for source in sources}
@@ -344,6 +354,10 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     lines += ["", f"| | source {head}", "|---|---|---|---|---|---|---|---|"]
     for name, of in results.items():
         lines += [f"| {name} | {source} {_cells(each)}" for source, each in of["sources"].items()]
+    for name, of in results.items():
+        if "failed" in of:
+            often = " ".join(of["failed_with"].split())
+            lines += ["", f"{of['failed']} of {of['problems']} runs of {name} failed, most often with: {often}"]
     lines += ["", "Calls, tokens, cost and seconds are means of a problem."]
     for name, of in results.items():
         if "policy_tokens" in of:

@@ -52,6 +52,7 @@ from flowjax.canvas.problem_rows import (
     exit_status,
     kept_rows,
     markdown,
+    name_of,
     play,
     read_problems,
     refuse_below,
@@ -386,7 +387,7 @@ async def _search(arguments: argparse.Namespace) -> None:
     config, default = read_backends(arguments.backends)
     operators = load_operators(arguments.operators)
     phrases = _read_phrases(arguments.phrases) if arguments.phrases else []
-    out = Path(arguments.out or f"evaluations/search-{Path(arguments.data).stem}")
+    out = Path(arguments.out or f"evaluations/search-{name_of(Path(arguments.data))}")
     out.mkdir(parents=True, exist_ok=True)
     kept = kept_rows(out / ROWS)
     async with open_backends(config) as backends:

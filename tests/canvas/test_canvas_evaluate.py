@@ -104,6 +104,24 @@ def test_a_row_holds_for_the_code_of_an_operator_of_ones_own_and_for_all_of_a_pr
     assert accuracy() == 0.25 and len(kept(tmp_path)) == 9
 
 
+def test_runs_that_failed_are_said_and_those_that_were_refused_are_played_again(tmp_path, command, capsys):
+    """An endpoint that answered every request with 400 had an accuracy of 0 %, and nothing else was said."""
+    backends(tmp_path, [{"text": "1 and 1", "error": "it takes no temperature"}, *RULES])
+    assert main([*command[1:], "--workflow=Custom"]) == 0
+    assert "1 of 4 runs of workflow failed, most often with: " in capsys.readouterr().out
+    assert "it takes no temperature" in (tmp_path / "out/results.md").read_text()
+    assert len(kept(tmp_path)) == 3
+    backends(tmp_path, RULES, identity=identity_of([{"text": "1 and 1", "error": "it takes no temperature"}, *RULES]))
+    assert main([*command[1:], "--workflow=Custom"]) == 0 and len(kept(tmp_path)) == 4
+    assert "failed" not in capsys.readouterr().out
+
+
+def test_data_sets_whose_files_have_one_name_have_folders_of_their_own(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([f"--data={tmp_path / 'problems/test.jsonl'}", *command[:1], command[2]]) == 0
+    assert (tmp_path / "evaluations/problems/results.json").exists()
+
+
 def identity_of(rules: list[dict[str, Any]]) -> str:
     from flowjax.canvas.backends import OfflineBackend, Rule
 

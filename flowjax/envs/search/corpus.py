@@ -304,8 +304,8 @@ def pages(documents: Sequence[Document]) -> dict[str, int]:
 
 
 def identity(documents: Sequence[Document]) -> dict[str, int | str]:
-    """What a corpus is recognised by: its number of passages, a digest of a sample of them, spread over all, and, of a
-    file, one of the lengths of all lines. An edit that keeps a line's length is seen only in the sample."""
+    """Marks of a corpus: its number of passages, a digest of a sample of them, spread over all, and, of a file, one of
+    the lengths of all lines. An edit that keeps a line's length is seen only in the sample."""
     rows = range(0, len(documents), max(len(documents) // _DIGESTED, 1))
     sample = state_key(*(documents[row].contents for row in rows))
     lines: dict[str, int | str] = {"lines": documents.digest_of_lines()} if isinstance(documents, Corpus) else {}
