@@ -118,7 +118,8 @@ def config_of_run(url: str) -> ConfigDict:
         ) from error
     config.name = f"{described['name']}-{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())}"[:200]
     config.update({"elsewhere": ("dataflow", "trainer"), "runs": default_config().runs})
-    config.dataflow.update({"url": url, "host": "127.0.0.1", "port": 0, "relay": ""})
+    # Without a slash at its end: paths are appended to it.
+    config.dataflow.update({"url": url.rstrip("/"), "host": "127.0.0.1", "port": 0, "relay": ""})
     for section in (config, *config.bases.values()):  # ports and addresses of engines on the run's machine
         if "engine" in section:
             section.engine.update({"port": 0, "urls": ()})

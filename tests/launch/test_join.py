@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from light_node import Node, started, wait_for
 from light_run import LightRun
+from ml_collections import ConfigDict
 from rich.console import Console
 
 from flowjax.config import ConfigError
@@ -121,6 +122,29 @@ def test_joining_nothing_says_so():
         pytest.raises(ConfigError, match=r"/0f: no dataflow answers.*give what --invite printed"),
     ):
         join.config_of_run(f"{nats.url}/0f")
+
+
+def described(monkeypatch: pytest.MonkeyPatch, config: ConfigDict) -> list[str]:
+    """Have a run of that config answer `/run`. Returns the keys that it is shown."""
+    shown = []
+
+    class Origin:
+        async def ask(self, path):
+            return {"name": "run", "config": json.dumps(config.to_dict())}
+
+    @contextlib.asynccontextmanager
+    async def answers(url, token):
+        shown.append(token)
+        yield Origin()
+
+    monkeypatch.setattr(join, "source", answers)
+    return shown
+
+
+def test_an_address_may_end_with_a_slash(config, monkeypatch):
+    """The node asked for //finished, which is not there, and ended after two leases."""
+    described(monkeypatch, config)
+    assert join.config_of_run("http://far:8400/").dataflow.url == "http://far:8400"
 
 
 def test_a_node_differs_in_its_hardware_alone(config, tmp_path, monkeypatch):
