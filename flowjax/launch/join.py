@@ -120,6 +120,7 @@ def config_of_run(url: str) -> ConfigDict:
     config.update({"elsewhere": ("dataflow", "trainer"), "runs": default_config().runs})
     # Without a slash at its end: paths are appended to it.
     config.dataflow.update({"url": url.rstrip("/"), "host": "127.0.0.1", "port": 0, "relay": ""})
+    config.monitor.sinks = ()  # a node writes none of the lines that they are sent, and may lack their packages
     for section in (config, *config.bases.values()):  # ports and addresses of engines on the run's machine
         if "engine" in section:
             section.engine.update({"port": 0, "urls": ()})

@@ -147,6 +147,14 @@ def test_an_address_may_end_with_a_slash(config, monkeypatch):
     assert join.config_of_run("http://far:8400/").dataflow.url == "http://far:8400"
 
 
+def test_a_node_needs_no_sink_of_its_run(config, tmp_path, monkeypatch):
+    """Where their packages were missing, the node was refused."""
+    config.monitor.sinks = ("tensorboard", "wandb", "trackio")
+    described(monkeypatch, config)
+    monkeypatch.chdir(tmp_path)
+    assert read_request(["--join=http://far:8000", "--name=node"]).run.config.monitor.sinks == ()
+
+
 def test_a_node_differs_in_its_hardware_alone(config, tmp_path, monkeypatch):
     monkeypatch.setattr(join, "config_of_run", lambda url: config.copy_and_resolve_references())
     monkeypatch.chdir(tmp_path)
