@@ -45,6 +45,7 @@ from flowjax.monitor.token import (
     known_run_id,
     known_token,
     of_run,
+    token_of_environment,
 )
 from flowjax.relay import reached
 from flowjax.run import Run, is_nats, read_endpoints, read_run
@@ -92,7 +93,7 @@ def config_of_run(url: str) -> ConfigDict:
     """
 
     async def ask() -> dict:
-        async with reached(url) as here, source(here, os.environ.get(VARIABLE, "")) as origin:
+        async with reached(url) as here, source(here, token_of_environment()) as origin:
             return await _described(origin, "name", "config")
 
     if not DATAFLOW_URL.fits(url):

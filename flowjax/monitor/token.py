@@ -64,7 +64,13 @@ def known_token(run_dir: Path) -> str:
     """
     path = run_dir / "token"
     # The folder's first: a shell from which a node was started may still have that node's key in its environment.
-    return _read(path) if path.exists() else os.environ.get(VARIABLE, "")
+    return _read(path) if path.exists() else token_of_environment()
+
+
+def token_of_environment() -> str:
+    """The key in the environment, "" if there is none. A newline at its end, as a file may leave it, is not part of it:
+    no HTTP header may have one."""
+    return os.environ.get(VARIABLE, "").strip()
 
 
 def make_run_id(run_dir: Path) -> str:

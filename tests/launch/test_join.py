@@ -22,7 +22,7 @@ from flowjax.launch import join
 from flowjax.launch.__main__ import main, read_request
 from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.metrics import read_metrics
-from flowjax.monitor.token import bearer, keep_run_id, known_run_id, known_token
+from flowjax.monitor.token import VARIABLE, bearer, keep_run_id, known_run_id, known_token
 from flowjax.run import read_endpoints, resolve, write_endpoints
 from tests.nats_server import nats_server
 
@@ -145,6 +145,14 @@ def test_an_address_may_end_with_a_slash(config, monkeypatch):
     """The node asked for //finished, which is not there, and ended after two leases."""
     described(monkeypatch, config)
     assert join.config_of_run("http://far:8400/").dataflow.url == "http://far:8400"
+
+
+def test_a_key_may_have_come_with_the_newline_of_a_file(config, monkeypatch):
+    """It was said that the run's config is not understood."""
+    monkeypatch.setenv(VARIABLE, "berlin:key\n")
+    shown = described(monkeypatch, config)
+    join.config_of_run("http://far:8000")
+    assert shown == ["berlin:key"]
 
 
 def test_a_node_needs_no_sink_of_its_run(config, tmp_path, monkeypatch):
