@@ -383,24 +383,17 @@ def _run(request: LaunchRequest, console: RunConsole) -> int:
             return status
         wall_s = time.time() - session.started_s
         console.print(summary(session.screen.progress, wall_s=wall_s, states=session.screen.states))
-    elif run.is_node and (reason := _why_sent_away(run)):
-        sent_away = f"the run has sent this node away {reason}: others play what it did"
-        console.print(sent_away, highlight=False, markup=False, soft_wrap=True)
-    else:
-        again = f"--resume={run.folder}"
-        if run.is_node:
-            again = f"--join={run.config.dataflow.url} --name={run.config.name}, and this node's own --config flags"
-        say = f"stopped after {clock(time.time() - session.started_s)}; go on with: python -m flowjax.launch {again}"
-        console.print(say, highlight=False, markup=False, soft_wrap=True)
+        return status
+    stopped = f"stopped after {clock(time.time() - session.started_s)}"
+    say = f"{stopped}; go on with: python -m flowjax.launch --resume={run.folder}"
+    if run.is_node:
+        from flowjax.launch.join import Refused, last_line
+
+        if isinstance(session.failure, Refused):  # its report has said it
+            return status
+        say = last_line(run, stopped)
+    console.print(say, highlight=False, markup=False, soft_wrap=True)
     return status
-
-
-def _why_sent_away(run: Run) -> str:
-    """Reason, in brackets, for which the run sent this node away, from the rollout's log; "" if it did not."""
-    with contextlib.suppress(OSError):
-        lines = (run.folder / "logs" / "rollout.log").read_text(errors="replace").rstrip().splitlines()
-        return "".join(lines[-1:]).partition("sent away from the run ")[2]
-    return ""
 
 
 def _last_versions(run: Run) -> dict[str, int]:
