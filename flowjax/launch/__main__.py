@@ -62,7 +62,7 @@ from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.metrics import NewStatus, Progress, clock, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.sinks import forwarding
-from flowjax.monitor.token import make_run_id, send_away
+from flowjax.monitor.token import is_invited, make_run_id, send_away
 from flowjax.monitor.trouble import explain, in_words
 from flowjax.run import Run, resolve, write_models
 
@@ -291,9 +291,12 @@ def _invite(run_dir: Path, node: str) -> int:
     from flowjax.launch import join
 
     try:
+        invited = is_invited(run_dir, node)
         shown = join.invitation(run_dir, node)
     except OSError as error:
         return _refuse([f"{run_dir} cannot be written ({error.strerror}): give the folder of a run"])
+    if invited:
+        print(f"the earlier key of {node} is void: machines that use it end", file=sys.stderr)
     print(shown)
     return OK
 

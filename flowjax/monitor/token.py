@@ -159,6 +159,12 @@ def invite(run_dir: Path, node: str) -> str:
     return key
 
 
+def is_invited(run_dir: Path, node: str) -> bool:
+    """True if a node of that name has a key that is not void."""
+    path = run_dir / _NODES / node
+    return bool(_NODE_NAME.fullmatch(node)) and path.exists() and not path.read_text().partition("\n")[2]
+
+
 def send_away(run_dir: Path, node: str, reason: str = "--evict") -> bool:
     """Void the key of a node, until it is invited again. Returns whether there is such a node."""
     path = run_dir / _NODES / node

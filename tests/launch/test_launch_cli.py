@@ -395,7 +395,24 @@ def test_inviting_a_node_takes_a_run_that_others_reach(config, tmp_path, capsys)
         assert main([f"--status={tmp_path / 'run'}", f"--invite={name}"]) == 2
         assert f"--invite={name}: give a name of" in capsys.readouterr().err
     assert main([f"--status={tmp_path / 'run'}", "--invite=berlin"]) == 0
-    assert capsys.readouterr().out.startswith("FLOWJAX_TOKEN=berlin:")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("FLOWJAX_TOKEN=berlin:") and not printed.err
     assert (tmp_path / "run" / "nodes" / "berlin").stat().st_mode & 0o077 == 0
     assert main([f"--status={tmp_path / 'run'}", "--evict=berlin"]) == 0
     assert "its key is void, and the run is not under way" in capsys.readouterr().out
+
+
+def test_a_second_invitation_says_that_the_first_key_is_void(config, tmp_path, capsys):
+    """Machines with the first key ended, and nobody had been told."""
+    config.dataflow.host = "0.0.0.0"
+    save_run(config, tmp_path)
+    invite = [f"--status={tmp_path}", "--invite=berlin"]
+    for command, said in (
+        (invite, ""),
+        (invite, "the earlier key of berlin is void: machines that use it end\n"),
+        ([f"--status={tmp_path}", "--evict=berlin"], ""),
+        (invite, ""),  # its key was void before
+        ([f"--status={tmp_path}", "--invite=lima"], ""),
+    ):
+        assert main(command) == 0
+        assert capsys.readouterr().err == said
