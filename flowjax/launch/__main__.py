@@ -62,7 +62,7 @@ from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.metrics import NewStatus, Progress, clock, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.sinks import forwarding
-from flowjax.monitor.token import is_invited, make_run_id, send_away
+from flowjax.monitor.token import is_invited, make_run_id, make_token, send_away, wants_token
 from flowjax.monitor.trouble import explain, in_words
 from flowjax.run import Run, resolve, write_models
 
@@ -351,6 +351,8 @@ def _run(request: LaunchRequest, console: RunConsole) -> int:
     run, devices = request.run, request.devices
     if not run.is_node:  # a node has it from the run
         make_run_id(run.folder)
+        if wants_token(run.config.dataflow):  # before any role starts: each reads it once
+            make_token(run.folder)
     ports = choose_ports(run)
     publish_endpoints(run, ports)
     first = [*warm_start_roles(run, devices), *int8_roles(run)]

@@ -46,6 +46,7 @@ from flowjax.monitor.token import (
     known_token,
     of_run,
     token_of_environment,
+    wants_token,
 )
 from flowjax.records import WireError, unpack
 from flowjax.relay import reached
@@ -77,7 +78,7 @@ def invitation(run_dir: Path, node: str) -> str:
         OSError: the run's folder cannot be written.
     """
     dataflow = load_run(run_dir).dataflow
-    if is_loopback(dataflow.host) and not dataflow.relay:
+    if not wants_token(dataflow):
         raise ConfigError(
             f"config.dataflow.host of {run_dir} is {dataflow.host}, which only this machine reaches and where no key "
             "is asked for: start the run with --config.dataflow.host=0.0.0.0 or --config.dataflow.relay=nats://host:4222"

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
+from ml_collections import ConfigDict
+
 from flowjax.config import ConfigError
 from flowjax.files import replace_file
 
@@ -42,6 +44,11 @@ def reachable(host: str) -> str:
     if host in ("", "0.0.0.0", "::"):
         return "127.0.0.1" if host != "::" else "[::1]"
     return f"[{host}]" if ":" in host else host
+
+
+def wants_token(dataflow: ConfigDict) -> bool:
+    """True if a dataflow with these settings asks for keys: others than this machine's processes may reach it."""
+    return not is_loopback(dataflow.host) or bool(dataflow.relay)
 
 
 def make_token(run_dir: Path) -> str:

@@ -14,10 +14,11 @@ import pytest
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, load_run, save_run
-from flowjax.launch.__main__ import main, read_request
+from flowjax.launch.__main__ import LaunchRequest, _run, main, read_request
 from flowjax.launch.devices import Devices, share_out
 from flowjax.launch.machine import free_port, hold
 from flowjax.launch.preflight import Findings, disk_bytes, examine
+from flowjax.launch.session import RunConsole
 from flowjax.monitor.metrics import MetricsWriter, write_status
 from flowjax.monitor.provenance import read_starts
 from flowjax.run import TAUGHT_FILE, Run, resolve, write_models
@@ -400,6 +401,24 @@ def test_inviting_a_node_takes_a_run_that_others_reach(config, tmp_path, capsys)
     assert (tmp_path / "run" / "nodes" / "berlin").stat().st_mode & 0o077 == 0
     assert main([f"--status={tmp_path / 'run'}", "--evict=berlin"]) == 0
     assert "its key is void, and the run is not under way" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("host", "relay", "wanted"),
+    [("127.0.0.1", "", False), ("0.0.0.0", "", True), ("127.0.0.1", "nats://host:4222", True)],
+)
+def test_the_token_is_there_before_any_role_starts(config, tmp_path, monkeypatch, host, relay, wanted):
+    """Trainer and rollout read it once: where the dataflow was slow to make it, they were refused and started anew."""
+    config.dataflow.update({"host": host, "relay": relay})
+    there = []
+
+    async def run(self, *_, **__):
+        there.append((tmp_path / "token").exists())
+        return 1
+
+    monkeypatch.setattr("flowjax.launch.__main__.RunSession.run", run)
+    assert _run(LaunchRequest(resolve(config, tmp_path), False, False, Devices(())), RunConsole()) == 1
+    assert there == [wanted]
 
 
 def test_a_second_invitation_says_that_the_first_key_is_void(config, tmp_path, capsys):
