@@ -386,7 +386,7 @@ def _of_sender(message: Any, node: InvitedNode | None) -> Any:
     Raises:
         WireError: it is sent in another's name.
     """
-    if node is not None and sender_of(message).partition(":")[0] != node.name:
+    if node is not None and not sender_of(message).startswith(f"{node.name}:"):  # as `Mismatches` knows a node's
         raise WireError(f"field worker is {sender_of(message)!r}: this key is of workers called {node.name}:<name>")
     return message
 
