@@ -87,6 +87,10 @@ def read_request(argv: Sequence[str]) -> LaunchRequest:
     Raises:
         ConfigError: a mistake in it.
     """
+    recipe, url = (command_line.value_of(argv, name) for name in ("config", "join"))
+    if recipe is not None and url:
+        remedy = "leave it out, the run gives the config; --config.<field>=... changes what may differ on a node"
+        raise ConfigError(f"--config={recipe} beside --join={url}: {remedy}")
     config, values = command_line.parse(argv, _define, fallback=_known_config)
     for name in ("join", "name", "plan", "resume"):  # empty, as from a shell variable that is not set
         if values[name].present and not values[name].value:

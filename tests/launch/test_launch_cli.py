@@ -381,6 +381,14 @@ def test_a_node_is_no_resumed_run(capsys):
     assert "--resume goes on with a run of this machine" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("config", [["--config=a.py:b"], ["--config", "a.py:b"]])
+def test_a_node_has_its_config_from_the_run(config, capsys):
+    """Its fields were compared with those of a recipe, and the first that differed was refused."""
+    assert main(["--join=http://far:8400", *config]) == 2
+    said = "--config=a.py:b beside --join=http://far:8400: leave it out, the run gives the config; --config.<field>=..."
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_inviting_a_node_takes_a_run_that_others_reach(config, tmp_path, capsys):
     assert main(["--invite=berlin"]) == 2
     assert "--invite goes with --status=<run folder>" in capsys.readouterr().err
