@@ -396,9 +396,9 @@ def _run(request: LaunchRequest, console: RunConsole) -> int:
     stopped = f"stopped after {clock(time.time() - session.started_s)}"
     say = f"{stopped}; go on with: python -m flowjax.launch --resume={run.folder}"
     if run.is_node:
-        from flowjax.launch.join import Refused, last_line
+        from flowjax.launch.join import NodeRefused, last_line
 
-        if isinstance(session.failure, Refused):  # its report has said it
+        if isinstance(session.failure, NodeRefused):  # its report has said it
             return status
         say = last_line(run, stopped)
     console.print(say, highlight=False, markup=False, soft_wrap=True)

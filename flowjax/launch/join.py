@@ -190,7 +190,7 @@ def fetch(run: Run) -> None:
         ) from error
 
 
-class Refused(RoleFailed):
+class NodeRefused(RoleFailed):
     """The run lets this node play no longer, which no waiting changes."""
 
     def report(self, lines: int = 20) -> str:
@@ -203,7 +203,7 @@ async def until_done(run: Run, console: Console) -> None:
     Asks the dataflow again and again, which holds each request (long polling) for `run.presence_s`.
 
     Raises:
-        Refused: the dataflow lets this node play no longer.
+        NodeRefused: the dataflow lets this node play no longer.
         RoleFailed: it has not answered for twice `config.dataflow.lease_s`.
     """
     url, patience_s = run.config.dataflow.url, 2 * run.config.dataflow.lease_s
@@ -218,7 +218,7 @@ async def until_done(run: Run, console: Console) -> None:
                 async with session.get(f"{here}/finished", params=asked) as answer:
                     if answer.status in _REASONS:
                         reason = _refusal(run, answer.status, await answer.read())
-                        raise Refused("mirror", 1, run.folder / "logs" / "mirror.log", reason)
+                        raise NodeRefused("mirror", 1, run.folder / "logs" / "mirror.log", reason)
                     answer.raise_for_status()
                     finished = (await answer.json())["finished"]
                 silent_s = 0.0
@@ -246,7 +246,7 @@ async def until_done(run: Run, console: Console) -> None:
 
 
 def _refusal(run: Run, status: int, body: bytes) -> str:
-    """Why the dataflow refuses the node, as its answer says it."""
+    """Message on an answer of the dataflow that refuses this node."""
     with contextlib.suppress(WireError, KeyError, TypeError):  # a proxy on the way may have answered
         if why := str(unpack(body)["error"]).partition(_SENT_AWAY)[2]:
             return _sent_away(why)
@@ -262,7 +262,7 @@ def _sent_away(why: str) -> str:
 
 
 def last_line(run: Run, stopped: str) -> str:
-    """What a node says last when it ends before its run: that it is refused, if the rollout heard of that first, or
+    """The last message of a node that ends before its run: that it is refused, if the rollout heard of that first, or
     how it goes on."""
     said = ""
     with contextlib.suppress(OSError):

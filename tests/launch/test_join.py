@@ -271,7 +271,7 @@ def test_a_node_that_is_refused_ends_at_once_and_says_why(config, tmp_path, stat
             url = str(server.make_url("")).rstrip("/")
             config.dataflow.update({"url": url, "lease_s": 300.0})
             write_endpoints(tmp_path, {"dataflow": url})
-            with pytest.raises(join.Refused) as refused:
+            with pytest.raises(join.NodeRefused) as refused:
                 await join.until_done(resolve(config, tmp_path), Console())
             assert re.match(reason, refused.value.report())
 
@@ -310,7 +310,7 @@ def test_a_refused_node_is_not_told_to_go_on(config, tmp_path, monkeypatch, caps
     config.dataflow.url = "http://far:8000"
 
     async def refused(self, *_, **__):
-        self.failure = join.Refused("mirror", 1, tmp_path / "mirror.log", "http://far:8000 refuses this node: why")
+        self.failure = join.NodeRefused("mirror", 1, tmp_path / "mirror.log", "http://far:8000 refuses this node: why")
         return 1
 
     monkeypatch.setattr("flowjax.launch.__main__.RunSession.run", refused)
