@@ -40,7 +40,7 @@ from flowjax.dataflow.ledger import damaged, is_damage
 from flowjax.dataflow.service import HOLD_S, MOST_SLOTS, NAMES, NAMES_OF_NODES, DataflowService, sender_of
 from flowjax.monitor.metrics import write_status
 from flowjax.monitor.prometheus import CONTENT_TYPE, exposition
-from flowjax.monitor.token import RUN_HEADER, InvitedNode, accepts, is_loopback, known_node, known_run_id, make_token
+from flowjax.monitor.token import RUN_HEADER, InvitedNode, accepts, known_node, known_run_id, make_token, wants_token
 from flowjax.records import LONGEST_SHOWN, Bounds, WireError, pack, unpack
 
 # --------------------------------------------------------------------------------------------------------------- bodies
@@ -386,7 +386,7 @@ def _of_sender(message: Any, node: InvitedNode | None) -> Any:
     Raises:
         WireError: it is sent in another's name.
     """
-    if node is not None and sender_of(message).partition(":")[0] != node.name:
+    if node is not None and not sender_of(message).startswith(f"{node.name}:"):  # as `Mismatches` knows a node's
         raise WireError(f"field worker is {sender_of(message)!r}: this key is of workers called {node.name}:<name>")
     return message
 
@@ -425,7 +425,7 @@ async def serve(flow: Flow, run_dir: Path, *, dataflow: ConfigDict, port: int, s
         OSError, sqlite3.Error: the disk fails again and again.
     """
     host = dataflow.host
-    token = "" if is_loopback(host) and not dataflow.relay else make_token(run_dir)
+    token = make_token(run_dir) if wants_token(dataflow) else ""
     server = Server(flow, token=token, max_message_bytes=dataflow.max_message_bytes)
     runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, keepalive_timeout=_IDLE_S)
     await runner.setup()

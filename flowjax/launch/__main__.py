@@ -62,7 +62,7 @@ from flowjax.launch.supervisor import USER_MISTAKE, RoleFailed, Supervisor
 from flowjax.monitor.metrics import NewStatus, Progress, clock, read_status
 from flowjax.monitor.provenance import recorded_start
 from flowjax.monitor.sinks import forwarding
-from flowjax.monitor.token import make_run_id, send_away
+from flowjax.monitor.token import is_invited, make_run_id, make_token, send_away, wants_token
 from flowjax.monitor.trouble import explain, in_words
 from flowjax.run import Run, resolve, write_models
 
@@ -87,6 +87,10 @@ def read_request(argv: Sequence[str]) -> LaunchRequest:
     Raises:
         ConfigError: a mistake in it.
     """
+    recipe, url = (command_line.value_of(argv, name) for name in ("config", "join"))
+    if recipe is not None and url:
+        remedy = "leave it out, the run gives the config; --config.<field>=... changes what may differ on a node"
+        raise ConfigError(f"--config={recipe} beside --join={url}: {remedy}")
     config, values = command_line.parse(argv, _define, fallback=_known_config)
     for name in ("join", "name", "plan", "resume"):  # empty, as from a shell variable that is not set
         if values[name].present and not values[name].value:
@@ -291,9 +295,12 @@ def _invite(run_dir: Path, node: str) -> int:
     from flowjax.launch import join
 
     try:
+        invited = is_invited(run_dir, node)
         shown = join.invitation(run_dir, node)
     except OSError as error:
         return _refuse([f"{run_dir} cannot be written ({error.strerror}): give the folder of a run"])
+    if invited:
+        print(f"the earlier key of {node} is void: machines that use it end", file=sys.stderr)
     print(shown)
     return OK
 
@@ -348,6 +355,8 @@ def _run(request: LaunchRequest, console: RunConsole) -> int:
     run, devices = request.run, request.devices
     if not run.is_node:  # a node has it from the run
         make_run_id(run.folder)
+        if wants_token(run.config.dataflow):  # before any role starts: each reads it once
+            make_token(run.folder)
     ports = choose_ports(run)
     publish_endpoints(run, ports)
     first = [*warm_start_roles(run, devices), *int8_roles(run)]
@@ -383,24 +392,17 @@ def _run(request: LaunchRequest, console: RunConsole) -> int:
             return status
         wall_s = time.time() - session.started_s
         console.print(summary(session.screen.progress, wall_s=wall_s, states=session.screen.states))
-    elif run.is_node and (reason := _why_sent_away(run)):
-        sent_away = f"the run has sent this node away {reason}: others play what it did"
-        console.print(sent_away, highlight=False, markup=False, soft_wrap=True)
-    else:
-        again = f"--resume={run.folder}"
-        if run.is_node:
-            again = f"--join={run.config.dataflow.url} --name={run.config.name}, and this node's own --config flags"
-        say = f"stopped after {clock(time.time() - session.started_s)}; go on with: python -m flowjax.launch {again}"
-        console.print(say, highlight=False, markup=False, soft_wrap=True)
+        return status
+    stopped = f"stopped after {clock(time.time() - session.started_s)}"
+    say = f"{stopped}; go on with: python -m flowjax.launch --resume={run.folder}"
+    if run.is_node:
+        from flowjax.launch.join import NodeRefused, last_line
+
+        if isinstance(session.failure, NodeRefused):  # its report has said it
+            return status
+        say = last_line(run, stopped)
+    console.print(say, highlight=False, markup=False, soft_wrap=True)
     return status
-
-
-def _why_sent_away(run: Run) -> str:
-    """Reason, in brackets, for which the run sent this node away, from the rollout's log; "" if it did not."""
-    with contextlib.suppress(OSError):
-        lines = (run.folder / "logs" / "rollout.log").read_text(errors="replace").rstrip().splitlines()
-        return "".join(lines[-1:]).partition("sent away from the run ")[2]
-    return ""
 
 
 def _last_versions(run: Run) -> dict[str, int]:

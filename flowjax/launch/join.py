@@ -45,7 +45,10 @@ from flowjax.monitor.token import (
     known_run_id,
     known_token,
     of_run,
+    token_of_environment,
+    wants_token,
 )
+from flowjax.records import WireError, unpack
 from flowjax.relay import reached
 from flowjax.run import Run, is_nats, read_endpoints, read_run
 from flowjax.weights.mirror import OtherModelError, fetch_bases
@@ -63,6 +66,8 @@ _REASONS = {
     403: "it has sent this node away",
     410: "another run plays there now",
 }
+# In the dataflow's words: the first stands before the reason in brackets.
+_SENT_AWAY, _OTHER_RUN = "sent away from the run ", "another run plays here now"
 
 
 def invitation(run_dir: Path, node: str) -> str:
@@ -73,7 +78,7 @@ def invitation(run_dir: Path, node: str) -> str:
         OSError: the run's folder cannot be written.
     """
     dataflow = load_run(run_dir).dataflow
-    if is_loopback(dataflow.host) and not dataflow.relay:
+    if not wants_token(dataflow):
         raise ConfigError(
             f"config.dataflow.host of {run_dir} is {dataflow.host}, which only this machine reaches and where no key "
             "is asked for: start the run with --config.dataflow.host=0.0.0.0 or --config.dataflow.relay=nats://host:4222"
@@ -92,7 +97,7 @@ def config_of_run(url: str) -> ConfigDict:
     """
 
     async def ask() -> dict:
-        async with reached(url) as here, source(here, os.environ.get(VARIABLE, "")) as origin:
+        async with reached(url) as here, source(here, token_of_environment()) as origin:
             return await _described(origin, "name", "config")
 
     if not DATAFLOW_URL.fits(url):
@@ -118,7 +123,9 @@ def config_of_run(url: str) -> ConfigDict:
         ) from error
     config.name = f"{described['name']}-{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())}"[:200]
     config.update({"elsewhere": ("dataflow", "trainer"), "runs": default_config().runs})
-    config.dataflow.update({"url": url, "host": "127.0.0.1", "port": 0, "relay": ""})
+    # Without a slash at its end: paths are appended to it.
+    config.dataflow.update({"url": url.rstrip("/"), "host": "127.0.0.1", "port": 0, "relay": ""})
+    config.monitor.sinks = ()  # a node writes none of the lines that they are sent, and may lack their packages
     for section in (config, *config.bases.values()):  # ports and addresses of engines on the run's machine
         if "engine" in section:
             section.engine.update({"port": 0, "urls": ()})
@@ -183,13 +190,21 @@ def fetch(run: Run) -> None:
         ) from error
 
 
+class NodeRefused(RoleFailed):
+    """The run lets this node play no longer, which no waiting changes."""
+
+    def report(self, lines: int = 20) -> str:
+        return self.reason  # no role has failed: their logs say no more
+
+
 async def until_done(run: Run, console: Console) -> None:
     """Return when the run has ended.
 
     Asks the dataflow again and again, which holds each request (long polling) for `run.presence_s`.
 
     Raises:
-        RoleFailed: the dataflow has not answered for twice `config.dataflow.lease_s`.
+        NodeRefused: the dataflow lets this node play no longer.
+        RoleFailed: it has not answered for twice `config.dataflow.lease_s`.
     """
     url, patience_s = run.config.dataflow.url, 2 * run.config.dataflow.lease_s
     said_s, silent_s = time.monotonic(), 0.0
@@ -200,11 +215,15 @@ async def until_done(run: Run, console: Console) -> None:
             problem, finished, asked_s = "", False, time.monotonic()
             try:
                 asked, here = {"hold_s": str(run.presence_s)}, read_endpoints(run.folder)["dataflow"]
-                async with session.get(f"{here}/finished", params=asked, raise_for_status=True) as answer:
+                async with session.get(f"{here}/finished", params=asked) as answer:
+                    if answer.status in _REASONS:
+                        reason = _refusal(run, answer.status, await answer.read())
+                        raise NodeRefused("mirror", 1, run.folder / "logs" / "mirror.log", reason)
+                    answer.raise_for_status()
                     finished = (await answer.json())["finished"]
                 silent_s = 0.0
             except aiohttp.ClientResponseError as error:
-                problem = _REASONS.get(error.status, f"HTTP {error.status}")
+                problem = f"HTTP {error.status}"
             except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
             if finished:
@@ -224,6 +243,37 @@ async def until_done(run: Run, console: Console) -> None:
                 with contextlib.suppress(OSError):
                     console.print(_playing(run), highlight=False, soft_wrap=True)
             await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _refusal(run: Run, status: int, body: bytes) -> str:
+    """Message on an answer of the dataflow that refuses this node."""
+    with contextlib.suppress(WireError, KeyError, TypeError):  # a proxy on the way may have answered
+        if why := str(unpack(body)["error"]).partition(_SENT_AWAY)[2]:
+            return _sent_away(why)
+    return _refused(run, status)
+
+
+def _refused(run: Run, status: int) -> str:
+    return f"{run.config.dataflow.url} refuses this node: {_REASONS[status]}"
+
+
+def _sent_away(why: str) -> str:
+    return f"the run has sent this node away {why}: others play what it did"
+
+
+def last_line(run: Run, stopped: str) -> str:
+    """The last message of a node that ends before its run: that it is refused, if the rollout heard of that first, or
+    how it goes on."""
+    said = ""
+    with contextlib.suppress(OSError):
+        log = (run.folder / "logs" / "rollout.log").read_text(errors="replace")
+        said = "".join(log.rstrip().splitlines()[-1:])
+    if why := said.partition(_SENT_AWAY)[2]:
+        return _sent_away(why)
+    if _OTHER_RUN in said:
+        return _refused(run, 410)
+    again = f"--join={run.config.dataflow.url} --name={run.config.name}, and this node's own --config flags"
+    return f"{stopped}; go on with: python -m flowjax.launch {again}"
 
 
 def _playing(run: Run) -> str:

@@ -115,6 +115,7 @@ class RunSession:
         self._look = look
         self._metrics, self._unused = MetricsWriter(run_dir), UnusedGroups(run_dir)
         self._interrupted: signal.Signals | None = None
+        self.failure: RoleFailed | None = None  # that ended the run
         self.started_s = time.time()
 
     async def run(
@@ -139,11 +140,10 @@ class RunSession:
         work = asyncio.create_task(supervisor.until(self._work(supervisor, roles, done, first)))
         beside = [asyncio.create_task(self._refresh()), asyncio.create_task(self._watch_folder())]
         self._listen(supervisor, work)
-        failure: RoleFailed | None = None
         try:
             await work
         except RoleFailed as error:
-            failure = error
+            self.failure = error
         except asyncio.CancelledError:  # by the first signal: see `_listen`
             self.say("stopping; press Ctrl-C again to stop at once")
         finally:
@@ -154,8 +154,8 @@ class RunSession:
             self._write_status()
             with contextlib.suppress(OSError):
                 self.screen.close()
-        if failure is not None:
-            self._console.print(failure.report(), markup=False, highlight=False, soft_wrap=True)
+        if self.failure is not None:
+            self._console.print(self.failure.report(), markup=False, highlight=False, soft_wrap=True)
             return ROLE_FAILED
         return 128 + self._interrupted if self._interrupted else OK
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
+from ml_collections import ConfigDict
+
 from flowjax.config import ConfigError
 from flowjax.files import replace_file
 
@@ -44,6 +46,11 @@ def reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def wants_token(dataflow: ConfigDict) -> bool:
+    """True if a dataflow with these settings asks for keys: others than this machine's processes may reach it."""
+    return not is_loopback(dataflow.host) or bool(dataflow.relay)
+
+
 def make_token(run_dir: Path) -> str:
     """The run's token; made at the first call, readable by its owner alone.
 
@@ -64,7 +71,13 @@ def known_token(run_dir: Path) -> str:
     """
     path = run_dir / "token"
     # The folder's first: a shell from which a node was started may still have that node's key in its environment.
-    return _read(path) if path.exists() else os.environ.get(VARIABLE, "")
+    return _read(path) if path.exists() else token_of_environment()
+
+
+def token_of_environment() -> str:
+    """The key in the environment, "" if there is none. A newline at its end, as a file may leave it, is not part of it:
+    no HTTP header may have one."""
+    return os.environ.get(VARIABLE, "").strip()
 
 
 def make_run_id(run_dir: Path) -> str:
@@ -151,6 +164,12 @@ def invite(run_dir: Path, node: str) -> str:
     (run_dir / _NODES).mkdir(exist_ok=True)
     replace_file(run_dir / _NODES / node, _digest(key), mode=0o600)
     return key
+
+
+def is_invited(run_dir: Path, node: str) -> bool:
+    """True if a node of that name has a key that is not void."""
+    path = run_dir / _NODES / node
+    return bool(_NODE_NAME.fullmatch(node)) and path.exists() and not path.read_text().partition("\n")[2]
 
 
 def send_away(run_dir: Path, node: str, reason: str = "--evict") -> bool:

@@ -9,6 +9,7 @@ import re
 import textwrap
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from aiohttp.test_utils import TestServer
@@ -84,17 +85,22 @@ def test_the_examples_of_a_rollout_service_and_a_trainer_finish_a_run(tmp_path):
     def publish(version: int) -> None:
         (tmp_path / "mine" / "checkpoints" / "agent" / str(version)).mkdir(parents=True)
 
+    def first(seconds: float) -> None:
+        del seconds
+        publish(0)
+        (tmp_path / "mine" / "checkpoints" / "agent" / "1.orbax-checkpoint-tmp").mkdir()
+
     async def main() -> None:
         server = TestServer(Server(flow).application())
         async with server:
             url = str(server.make_url("")).rstrip("/")
-            publish(0)
-            (tmp_path / "mine" / "checkpoints" / "agent" / "1.orbax-checkpoint-tmp").mkdir()
+            (tmp_path / "mine").mkdir()
             (tmp_path / "mine" / "endpoints.json").write_text(json.dumps({"dataflow": url}))
             names = {"sample": sample, "train": train}
             exec(service, names)
             exec(trainer, names)
             names["RUN"] = tmp_path / "mine"
+            names["time"] = Mock(sleep=Mock(side_effect=first))  # the service starts before there is a version
             await asyncio.gather(asyncio.to_thread(names["serve"]), asyncio.to_thread(names["run"], STEPS))
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -117,6 +117,10 @@ def test_a_key_lets_a_node_play_under_its_own_name_and_nothing_else(tmp_path):
                     "\udcff",
                 ):
                     assert await asked(url, path, wrong) == 401
+            for wrong in ("berlin", "berlin-2:w"):  # as "berlin" it would never be judged by its mismatch
+                async with client(url, key, wrong) as unnamed:
+                    with pytest.raises(DataflowError, match=f"'{wrong}': this key is of workers called berlin:<name>"):
+                        await unnamed.lease(1)
             async with client(url, key, "berlin:w") as node, client(url, key, "paris:w") as other:
                 assert await node.report_versions("agent", 0) == 0
                 (lease,), _ = await node.lease(1)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import urllib.request
 from pathlib import Path
@@ -14,14 +15,18 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from light_node import Node, started, wait_for
 from light_run import LightRun
+from ml_collections import ConfigDict
 from rich.console import Console
 
 from flowjax.config import ConfigError
 from flowjax.launch import join
-from flowjax.launch.__main__ import main, read_request
+from flowjax.launch.__main__ import LaunchRequest, _run, main, read_request
+from flowjax.launch.devices import share_out
+from flowjax.launch.session import RunConsole
 from flowjax.launch.supervisor import RoleFailed
 from flowjax.monitor.metrics import read_metrics
-from flowjax.monitor.token import bearer, keep_run_id, known_run_id, known_token
+from flowjax.monitor.token import VARIABLE, bearer, keep_run_id, known_run_id, known_token
+from flowjax.records import pack
 from flowjax.run import read_endpoints, resolve, write_endpoints
 from tests.nats_server import nats_server
 
@@ -123,6 +128,45 @@ def test_joining_nothing_says_so():
         join.config_of_run(f"{nats.url}/0f")
 
 
+def described(monkeypatch: pytest.MonkeyPatch, config: ConfigDict) -> list[str]:
+    """Have a run of that config answer `/run`. Returns the keys that it is shown."""
+    shown = []
+
+    class Origin:
+        async def ask(self, path):
+            return {"name": "run", "config": json.dumps(config.to_dict())}
+
+    @contextlib.asynccontextmanager
+    async def answers(url, token):
+        shown.append(token)
+        yield Origin()
+
+    monkeypatch.setattr(join, "source", answers)
+    return shown
+
+
+def test_an_address_may_end_with_a_slash(config, monkeypatch):
+    """The node asked for //finished, which is not there, and ended after two leases."""
+    described(monkeypatch, config)
+    assert join.config_of_run("http://far:8400/").dataflow.url == "http://far:8400"
+
+
+def test_a_key_may_have_come_with_the_newline_of_a_file(config, monkeypatch):
+    """It was said that the run's config is not understood."""
+    monkeypatch.setenv(VARIABLE, "berlin:key\n")
+    shown = described(monkeypatch, config)
+    join.config_of_run("http://far:8000")
+    assert shown == ["berlin:key"]
+
+
+def test_a_node_needs_no_sink_of_its_run(config, tmp_path, monkeypatch):
+    """Where their packages were missing, the node was refused."""
+    config.monitor.sinks = ("tensorboard", "wandb", "trackio")
+    described(monkeypatch, config)
+    monkeypatch.chdir(tmp_path)
+    assert read_request(["--join=http://far:8000", "--name=node"]).run.config.monitor.sinks == ()
+
+
 def test_a_node_differs_in_its_hardware_alone(config, tmp_path, monkeypatch):
     monkeypatch.setattr(join, "config_of_run", lambda url: config.copy_and_resolve_references())
     monkeypatch.chdir(tmp_path)
@@ -202,18 +246,77 @@ def test_a_folder_of_another_run_is_not_used_for_this_one(config, tmp_path, monk
         join.fetch(run)
 
 
-def test_a_node_says_why_it_is_refused(config, tmp_path):
+@pytest.mark.parametrize(
+    ("status", "said", "reason"),
+    [
+        (401, "show the run's token", r"http://.* refuses this node: it wants another key: set FLOWJAX_TOKEN"),
+        (
+            403,
+            "node berlin was sent away from the run (--evict)",
+            r"the run has sent this node away \(--evict\): others",
+        ),
+        (403, None, r"http://.* refuses this node: it has sent this node away"),
+        (410, "another run plays here now", r"http://.* refuses this node: another run plays there now"),
+    ],
+)
+def test_a_node_that_is_refused_ends_at_once_and_says_why(config, tmp_path, status, said, reason):
+    """It waited for two leases, and then said that the run had not answered."""
+    body = b"of a proxy" if said is None else pack({"error": f"/finished: {said}"})
+    refuses = AsyncMock(side_effect=lambda request: web.Response(status=status, body=body))
+
     async def scenario():
         app = web.Application()
-        app.router.add_get("/finished", AsyncMock(side_effect=lambda request: web.Response(status=401)))
+        app.router.add_get("/finished", refuses)
         async with TestServer(app) as server:
             url = str(server.make_url("")).rstrip("/")
-            config.dataflow.update({"url": url, "lease_s": 1.0})
+            config.dataflow.update({"url": url, "lease_s": 300.0})
             write_endpoints(tmp_path, {"dataflow": url})
-            with pytest.raises(RoleFailed, match=r"it wants another key: set FLOWJAX_TOKEN"):
+            with pytest.raises(join.NodeRefused) as refused:
                 await join.until_done(resolve(config, tmp_path), Console())
+            assert re.match(reason, refused.value.report())
 
     asyncio.run(scenario())
+    assert refuses.await_count == 1
+
+
+@pytest.mark.parametrize(
+    ("log", "last"),
+    [
+        (
+            "rollout: this worker was sent away from the run (--evict)\n",
+            "the run has sent this node away (--evict): others",
+        ),
+        (
+            "rollout: /lease: another run plays here now: join it anew\n",
+            "http://far:8000 refuses this node: another run",
+        ),
+        (
+            "rollout: engines have moved\n",
+            "stopped after 0:07; go on with: python -m flowjax.launch --join=http://far:8000",
+        ),
+        (None, "stopped after 0:07; go on with: python -m flowjax.launch --join=http://far:8000"),
+    ],
+)
+def test_a_node_goes_on_only_with_a_run_that_lets_it(config, tmp_path, log, last):
+    config.dataflow.url = "http://far:8000"
+    if log is not None:
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "rollout.log").write_text(f"playing\n{log}")
+    assert join.last_line(resolve(config, tmp_path), "stopped after 0:07").startswith(last)
+
+
+def test_a_refused_node_is_not_told_to_go_on(config, tmp_path, monkeypatch, capsys):
+    config.update({"elsewhere": ("dataflow", "trainer")})
+    config.dataflow.url = "http://far:8000"
+
+    async def refused(self, *_, **__):
+        self.failure = join.NodeRefused("mirror", 1, tmp_path / "mirror.log", "http://far:8000 refuses this node: why")
+        return 1
+
+    monkeypatch.setattr("flowjax.launch.__main__.RunSession.run", refused)
+    request = LaunchRequest(resolve(config, tmp_path), False, False, share_out((), 0))
+    assert _run(request, RunConsole()) == 1
+    assert "go on with" not in capsys.readouterr().out
 
 
 def test_a_node_whose_output_fails_still_ends_with_its_run(config, tmp_path):

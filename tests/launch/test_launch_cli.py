@@ -14,10 +14,11 @@ import pytest
 from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, load_run, save_run
-from flowjax.launch.__main__ import main, read_request
+from flowjax.launch.__main__ import LaunchRequest, _run, main, read_request
 from flowjax.launch.devices import Devices, share_out
 from flowjax.launch.machine import free_port, hold
 from flowjax.launch.preflight import Findings, disk_bytes, examine
+from flowjax.launch.session import RunConsole
 from flowjax.monitor.metrics import MetricsWriter, write_status
 from flowjax.monitor.provenance import read_starts
 from flowjax.run import TAUGHT_FILE, Run, resolve, write_models
@@ -380,6 +381,14 @@ def test_a_node_is_no_resumed_run(capsys):
     assert "--resume goes on with a run of this machine" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("config", [["--config=a.py:b"], ["--config", "a.py:b"]])
+def test_a_node_has_its_config_from_the_run(config, capsys):
+    """Its fields were compared with those of a recipe, and the first that differed was refused."""
+    assert main(["--join=http://far:8400", *config]) == 2
+    said = "--config=a.py:b beside --join=http://far:8400: leave it out, the run gives the config; --config.<field>=..."
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_inviting_a_node_takes_a_run_that_others_reach(config, tmp_path, capsys):
     assert main(["--invite=berlin"]) == 2
     assert "--invite goes with --status=<run folder>" in capsys.readouterr().err
@@ -395,7 +404,42 @@ def test_inviting_a_node_takes_a_run_that_others_reach(config, tmp_path, capsys)
         assert main([f"--status={tmp_path / 'run'}", f"--invite={name}"]) == 2
         assert f"--invite={name}: give a name of" in capsys.readouterr().err
     assert main([f"--status={tmp_path / 'run'}", "--invite=berlin"]) == 0
-    assert capsys.readouterr().out.startswith("FLOWJAX_TOKEN=berlin:")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("FLOWJAX_TOKEN=berlin:") and not printed.err
     assert (tmp_path / "run" / "nodes" / "berlin").stat().st_mode & 0o077 == 0
     assert main([f"--status={tmp_path / 'run'}", "--evict=berlin"]) == 0
     assert "its key is void, and the run is not under way" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("host", "relay", "wanted"),
+    [("127.0.0.1", "", False), ("0.0.0.0", "", True), ("127.0.0.1", "nats://host:4222", True)],
+)
+def test_the_token_is_there_before_any_role_starts(config, tmp_path, monkeypatch, host, relay, wanted):
+    """Trainer and rollout read it once: where the dataflow was slow to make it, they were refused and started anew."""
+    config.dataflow.update({"host": host, "relay": relay})
+    there = []
+
+    async def run(self, *_, **__):
+        there.append((tmp_path / "token").exists())
+        return 1
+
+    monkeypatch.setattr("flowjax.launch.__main__.RunSession.run", run)
+    assert _run(LaunchRequest(resolve(config, tmp_path), False, False, Devices(())), RunConsole()) == 1
+    assert there == [wanted]
+
+
+def test_a_second_invitation_says_that_the_first_key_is_void(config, tmp_path, capsys):
+    """Machines with the first key ended, and nobody had been told."""
+    config.dataflow.host = "0.0.0.0"
+    save_run(config, tmp_path)
+    invite = [f"--status={tmp_path}", "--invite=berlin"]
+    for command, said in (
+        (invite, ""),
+        (invite, "the earlier key of berlin is void: machines that use it end\n"),
+        ([f"--status={tmp_path}", "--evict=berlin"], ""),
+        (invite, ""),  # its key was void before
+        ([f"--status={tmp_path}", "--invite=lima"], ""),
+    ):
+        assert main(command) == 0
+        assert capsys.readouterr().err == said

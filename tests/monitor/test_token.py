@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowjax.monitor.token import is_loopback, reachable
+from flowjax.monitor.token import VARIABLE, is_loopback, known_token, reachable
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,9 @@ from flowjax.monitor.token import is_loopback, reachable
 )
 def test_addresses(host, address, loopback):
     assert (reachable(host), is_loopback(host)) == (address, loopback)
+
+
+def test_a_key_has_no_newline_at_its_end(tmp_path, monkeypatch):
+    """No HTTP header may have one: every request with it failed."""
+    monkeypatch.setenv(VARIABLE, "berlin:key\n")
+    assert known_token(tmp_path) == "berlin:key"
