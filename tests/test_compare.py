@@ -58,7 +58,7 @@ def test_a_better_policy_is_called_better_and_nothing_is_said_of_its_method(tmp_
     assert "A's success is lower than B's" in printed([second], [first])
 
 
-def test_what_a_world_counts_has_no_interval_of_a_share(tmp_path: Path):
+def test_what_a_world_or_workflow_counts_has_no_interval_of_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One calculation in every task was said to be 1 [0.76, 1]."""
     config = default_config()
     config.env.name = "flowjax.envs.math:Math"
@@ -73,6 +73,11 @@ def test_what_a_world_counts_has_no_interval_of_a_share(tmp_path: Path):
     metrics = summarise(episodes, no_shares_of(tmp_path / "run"))["metrics"]
     assert metrics["calculations"]["low"] == metrics["turns"]["high"] / 3 == 1.0 > metrics["answered"]["low"]
     assert no_shares_of(tmp_path / "no run") == set(NO_SHARES)
+    (tmp_path / "counting_flow.py").write_text('EPISODE_OUTCOMES = ("tool_calls",)\nCOUNTS = ("tool_calls",)\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    config.workflow = "counting_flow:play"
+    save_run(config, tmp_path / "run")
+    assert {"tool_calls", "calculations"} < no_shares_of(tmp_path / "run")
 
 
 def test_rewards_of_different_policies_are_not_compared(tmp_path: Path):

@@ -222,6 +222,8 @@ def test_refusals(runs: Path, tmp_path: Path):
         export(checkpoint, out, form="peft", dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"is not a committed checkpoint: .* has committed steps \[4\]"):
         export(checkpoint.with_name("5"), out, form="hf")
+    with pytest.raises(ConfigError, match=r"it is a run folder: give one of its checkpoints, such as .*/agent/4$"):
+        export(runs / "lora", out, form="hf")
     with pytest.raises(ConfigError, match=r"--out=.* exists already"):
         export(checkpoint, tmp_path, form="hf")
     for place in (checkpoint.with_name("5"), checkpoint / "out"):

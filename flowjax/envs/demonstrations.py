@@ -112,9 +112,11 @@ def _module_of(workflow: str) -> ModuleType:
 
 
 def no_shares_of(run_dir: Path) -> frozenset[str]:
-    """Metrics of a run's episodes that are no shares of 1; without its world's, if that is not on this machine."""
+    """Metrics of a run's episodes that are no shares of 1; without its world's and its workflow's, if these are not on
+    this machine."""
     try:
-        counts = find_world(load_run(run_dir).env.name).COUNTS
+        config = load_run(run_dir)
+        counts = (*find_world(config.env.name).COUNTS, *getattr(_module_of(config.workflow), "COUNTS", ()))
     except (ConfigError, WorldError):
         counts = ()
     return frozenset((*NO_SHARES, *counts))

@@ -47,6 +47,10 @@ def committed_checkpoint(named: Path) -> tuple[Path, str, int]:
     steps = committed_steps(folder) if folder.is_dir() else []
     if not step.isdecimal() or int(step) not in steps:
         there = f"{folder} has committed steps {steps}" if steps else f"{folder} has none"
+        if (named / "config.json").exists():  # a run folder
+            newest = {each: committed_steps(each)[-1:] for each in sorted((named / "checkpoints").glob("*"))}
+            names = [str(policy / str(step)) for policy, last in newest.items() for step in last]
+            there = f"it is a run folder: give one of its checkpoints, such as {' or '.join(names) or 'none yet'}"
         raise ConfigError(f"--checkpoint={named} is not a committed checkpoint: {there}")
     return folder.parent.parent, folder.name, int(step)
 

@@ -7,9 +7,10 @@ workflow declares, as literals, which are read without an import:
     OUTCOMES           by agent: outcomes that each of its parts reports beside the world's, or in place of the world's
                        where `success` is among them
     EPISODE_OUTCOMES   the same for the whole episode, as evaluations report it
+    COUNTS             those of EPISODE_OUTCOMES that are no shares of 1, such as a number of calls
 
 A launch checks `config.agents` and the parameters of rewards against the first two; the metric of a sweep is checked
-against the third.
+against the third. `COUNTS` is read where an evaluation's intervals are computed.
 """
 
 import ast
