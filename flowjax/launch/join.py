@@ -61,6 +61,7 @@ _LOOK_EVERY_S = 1.0
 _ANSWER_WITHIN_S = 10.0
 _SAY_EVERY_S = 30.0
 _SAY_WAITING_EVERY_S = 60.0
+_OVER_AFTER_S = 600.0  # without an answer for a run that is over by its files: a launch may be about to extend it
 _REASONS = {
     401: f"it wants another key: set {VARIABLE}",
     403: "it has sent this node away",
@@ -313,6 +314,16 @@ def _become_trainer(run_dir: Path) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", "flowjax.trainer", f"--run={run_dir}", "--scheduled"], environment)
 
 
+def _is_over(run_dir: Path) -> bool:
+    """True if the files of a run say that it has ended: its dataflow has, and all steps of its config are committed."""
+    status = read_status(run_dir, "dataflow")
+    try:
+        steps = {policy.name: policy.trainer.steps for policy in read_run(run_dir).policies.values()}
+        return bool(status["finished"]) and all(status["policies"][name]["committed"] >= steps[name] for name in steps)
+    except (ConfigError, KeyError, TypeError):
+        return False
+
+
 async def _under_way(run_dir: Path, console: Console) -> Run | None:
     """The run of a folder, once its dataflow answers (config and base models are there by then); None after its end.
 
@@ -320,7 +331,7 @@ async def _under_way(run_dir: Path, console: Console) -> Run | None:
     may differ from host to host, so they cannot tell the two apart; but a dataflow writes its status only into its own
     folder.
     """
-    said_s, only_there = -_SAY_WAITING_EVERY_S, False
+    said_s, only_there, began_s = -_SAY_WAITING_EVERY_S, False, time.monotonic()
     written_s = read_status(run_dir, "dataflow").get("time_s")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S)) as session:
         while True:
@@ -340,6 +351,8 @@ async def _under_way(run_dir: Path, console: Console) -> Run | None:
                 problem = f"{error.request_info.real_url}: {_REASONS.get(error.status, f'HTTP {error.status}')}"
             except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
+            if time.monotonic() - began_s > _OVER_AFTER_S and _is_over(run_dir):
+                return None
             if time.monotonic() - said_s > _SAY_WAITING_EVERY_S:
                 said_s = time.monotonic()
                 alone = ", an address of its launch's machine alone: see config.dataflow.host" if only_there else ""

@@ -519,6 +519,26 @@ def test_a_process_that_waits_at_its_own_address_says_where_to_look(tmp_path, ad
     assert said.startswith(f"waiting for the run in {tmp_path} (") and ("see config.dataflow.host" in said) == named
 
 
+def test_a_trainer_of_a_run_that_is_over_does_not_wait_for_ever(config, tmp_path, monkeypatch):
+    """A pod that was replaced after the last step kept its GPUs."""
+    monkeypatch.setattr(join, "_OVER_AFTER_S", 0.0)
+    monkeypatch.setattr(join, "_LOOK_EVERY_S", 0.0)
+    config.trainer.steps = 40
+    save_run(config, tmp_path)
+    write_endpoints(tmp_path, {"dataflow": "http://127.0.0.1:9"})
+    names = list(join.read_run(tmp_path).policies)
+
+    def ended(committed: int) -> dict[str, Any]:
+        return {"finished": True, "policies": {name: {"committed": committed} for name in names}}
+
+    for status in (ended(39), {"finished": False}):
+        write_status(tmp_path, "dataflow", status)
+        with pytest.raises(InterruptedError):
+            asyncio.run(join._under_way(tmp_path, Mock(print=Mock(side_effect=InterruptedError))))
+    write_status(tmp_path, "dataflow", ended(40))
+    assert asyncio.run(join._under_way(tmp_path, Mock())) is None
+
+
 def test_a_trainer_in_a_copied_folder_waits_for_the_launch_of_the_copy(config, tmp_path):
     """It took over the policies of the original, whose dataflow the copy names."""
     run_dir = tmp_path / "run"
