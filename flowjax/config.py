@@ -227,7 +227,11 @@ FIELDS = Section(
             0, "0 picks a free port on loopback; further replicas take the ports after it", at_least=0, at_most=65535
         ),
         replicas=Entry(1, "engines that are started, each with tensor_parallel accelerators", at_least=1, at_most=1000),
-        urls=Entry((), 'engines that run elsewhere, instead of any started here: "http://host:port" each', form=URL),
+        urls=Entry(
+            (),
+            'engines that run elsewhere, for this run alone, instead of any started here: "http://host:port" each',
+            form=URL,
+        ),
         stream_partial=Entry(False, "have replies streamed, so that one goes on elsewhere when its engine dies"),
         tensor_parallel=Entry(1, "accelerators of one engine", at_least=1, at_most=1024),
         max_model_tokens=Entry(2048, "longest prompt with its reply"),
