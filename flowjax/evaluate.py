@@ -423,8 +423,9 @@ def _precisions(config: ConfigDict) -> dict[str, tuple[str, str]]:
 def _named_data(config: ConfigDict) -> list[Path]:
     """Files that the world's options name, and folders of its tasks. Rows have no ids but their places in a file, so a
     file that has changed makes another evaluation."""
-    named = {path for name, text in _texts(config.env) if (path := Path(text)).is_file() or name.endswith("path")}
-    return [path for path in sorted(named) if path.exists()]
+    # Of a text that is too long for a path, such as a prompt, `Path.exists` would raise an error.
+    there = [(name, Path(text)) for name, text in _texts(config.env) if os.access(text, os.F_OK)]
+    return sorted({path for name, path in there if name.endswith("path") or path.is_file()})
 
 
 def _named_code(config: ConfigDict) -> list[Path]:

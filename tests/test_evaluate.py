@@ -139,7 +139,7 @@ def test_code_and_files_of_ones_own_tell_evaluations_apart(run, tmp_path, monkey
     assert evaluate._named_code(config) == []
     config.env.name, config.workflow = "evaluated_world:Own", "evaluated_flow:play"
     assert evaluate._named_code(config) == [flow, world]
-    config.env.options = ConfigDict({"path": "", "descriptions": ("said", str(said)), "rows": 6, "clock": "12:30"})
+    config.env.options = ConfigDict({"path": "", "descriptions": ("said", str(said)), "rows": 6, "said": 999 * "long "})
     assert evaluate._named_data(config) == [said]
 
     def folder() -> str:
