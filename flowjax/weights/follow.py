@@ -397,7 +397,7 @@ class Follower:
         oldest_loaded = self._current[policy] - self._max_staleness
         for name in served.observed | {folder.name for folder in self._adapters.iterdir()}:
             owner, version = served_version(name)
-            if owner != policy or version == UNVERSIONED:
+            if owner != policy or version == UNVERSIONED or not self._names.commit(name):  # the last: of another run
                 continue
             superseded = name not in (self._committed(policy, version), self.name(policy, version))
             busy = (policy, version) in self._in_use or (policy, version) in self._wanted or version >= oldest_loaded

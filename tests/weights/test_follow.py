@@ -638,10 +638,13 @@ def test_a_version_of_another_run_under_its_name_is_not_taken_for_its_own(tmp_pa
             await publish_each(run, follower, (0, 1))
             _, name = follower.current("agent")
             assert engine.loaded[name] == 1.0 and not follower.lost(name)
+            await publish_each(run, follower, range(2, 9))
+            _, name = follower.current("agent")
+            assert in_place or (engine.loaded["agent@1"] == 99.0 and len(engine.loaded) < 8), "that run may still play"
         again = Run(tmp_path, engine, in_place=in_place)
         async with again.following() as follower:
             await follower.ready()
-            assert follower.current("agent") == (1, name), "what it wrote down is its own"
+            assert follower.current("agent") == (8, name), "what it wrote down is its own"
 
     asyncio.run(scenario())
 
