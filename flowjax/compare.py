@@ -211,19 +211,20 @@ def _check_rewarded(evaluations: Sequence[Path]) -> None:
             of = f"{', '.join(these)} in {evaluation_of(path)}, but {', '.join(policies[0])} in {evaluation_of(first)}"
             raise ConfigError(f"--metric is 'reward', the mean over the policies, which are {of}: use another metric")
     known: dict[Path, list[Any]] = {}
-    for path in map(evaluation_of, evaluations):
+    for path, these in zip(map(evaluation_of, evaluations), policies, strict=True):
         with contextlib.suppress(ConfigError):  # `_played_otherwise` says of which ones the config is not known
-            known[path] = components_of(load_run(_run_of(path)))
+            known[path] = components_of(load_run(_run_of(path)), these)
     for path, components in known.items():
         if components != known[before := next(iter(known))]:
             of = f"{shown(components)} in {path}, but {shown(known[before])} in {before}"
             raise ConfigError(f"--metric is 'reward', and config.reward.components is {of}: use another metric")
 
 
-def components_of(config: ConfigDict) -> list[Any]:
-    """Components of the reward of each policy, in the order of their names."""
+def components_of(config: ConfigDict, rewarded: Sequence[str]) -> list[Any]:
+    """Components of the reward of each of these models; a base model that plays alone is rewarded as the policy is."""
     policies = resolve(config).policies
-    return [policies[name].reward.components.to_dict() for name in sorted(policies)]
+    only = next(iter(policies.values()))
+    return [policies.get(name, only).reward.components.to_dict() for name in rewarded]
 
 
 def _played_otherwise(first: Sequence[Path], second: Sequence[Path]) -> Iterator[str]:

@@ -236,7 +236,9 @@ def _rewarded_otherwise(configs: Mapping[str, ConfigDict]) -> Iterator[tuple[str
         if not comparable_rewards(these, policies[first]):
             of = f"{', '.join(these)}, not {', '.join(policies[first])} as in VARIANTS[{first!r}]"
             yield name, f"its policies are {of}, and METRIC is 'reward', the mean over them: use another metric"
-        elif (components := components_of(configs[name])) != (before := components_of(configs[first])):
+            continue
+        components, before = (components_of(configs[of], policies[of]) for of in (name, first))
+        if components != before:
             of = f"{shown(components)}, not {shown(before)} as in VARIANTS[{first!r}]"
             yield name, f"config.reward.components is {of}, and METRIC is 'reward': use another metric"
 
@@ -309,14 +311,13 @@ def _run(path: Path, recipe: str, folder: Path, name: str, variant: str | Mappin
         trained, wanted = (
             {name: of.trainer.steps for name, of in resolve(c).policies.items()} for c in (saved, config)
         )
-        if SweepRun(name, seed, run_dir, argv, saved).result.exists() and any(
-            trained[of] > wanted[of] for of in wanted
-        ):
+        is_finished = SweepRun(name, seed, run_dir, argv, saved).result.exists()
+        if is_finished and any(trained[of] > wanted[of] for of in wanted):
             steps = f"{max(wanted.values())}, but {run_dir} has been trained for {max(trained.values())}"
             raise ConfigError(f"config.trainer.steps is {steps}: raise it again, or give the sweep another NAME")
         changes = {field: now for field, _, now in differences(saved, config) if field not in ("name", "runs")}
         late = [field for field in changes if field.endswith(_OF_RESULTS) or ".warm_start." in f".{field}"]
-        if late and SweepRun(name, seed, run_dir, argv, saved).result.exists():
+        if late and is_finished:
             raise ConfigError(
                 f"config.{late[0]} is {shown(changes[late[0]])}, but {run_dir} is finished and was made with another "
                 "value: give the sweep another NAME, or remove that folder"

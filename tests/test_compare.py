@@ -116,6 +116,10 @@ def test_rewards_by_other_functions_are_not_compared(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"reward.components is .*turn_penalty.* in .*paid.*, but .* in .*plain"):
         compare(runs[:1], runs[1:], "reward", Console())
     assert "success on 2 shared tasks" in printed(runs[:1], runs[1:])
+    # A policy of two, whose other one spoke in no episode, is rewarded as one that was alone.
+    config.policies = {"agent": {"reward": {"components": {"success": 1.0}}}, "judge": {}}
+    save_run(config, runs[1])
+    assert printed(runs[:1], runs[1:], metric="reward")
 
 
 def test_brackets_in_names_are_no_markup(tmp_path: Path):
