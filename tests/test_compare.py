@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from flowjax.compare import compare, compare_variants, evaluations_named, read_scores
-from flowjax.config import ConfigError, default_config, save_run
+from flowjax.config import ConfigError, default_config, load_run, save_run
 from flowjax.envs.demonstrations import no_shares_of
 from flowjax.evaluate import read_requests
 from flowjax.monitor.held_out import NO_SHARES, HeldOutEpisode, read_held_out, summarise, write_held_out
@@ -117,8 +117,10 @@ def test_rewards_by_other_functions_are_not_compared(tmp_path: Path):
         compare(runs[:1], runs[1:], "reward", Console())
     assert "success on 2 shared tasks" in printed(runs[:1], runs[1:])
     # A policy of two, whose other one spoke in no episode, is rewarded as one that was alone.
-    config.policies = {"agent": {"reward": {"components": {"success": 1.0}}}, "judge": {}}
-    save_run(config, runs[1])
+    pair = load_run(runs[1])
+    with pair.unlocked():
+        pair.policies = {"agent": {"reward": {"components": {"success": 1.0}}}, "judge": {}}
+    save_run(pair, runs[1])
     assert printed(runs[:1], runs[1:], metric="reward")
 
 
