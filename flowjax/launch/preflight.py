@@ -64,6 +64,8 @@ def examine(
     trained = {name: folder for name, folder in (checkpoints or {}).items() if any(folder.glob("[0-9]*"))}
 
     def model(base: Base) -> list[str]:
+        if base.name in _from_run(run):
+            return []
         return check_model(base, trained=not trained.keys().isdisjoint(run.policies_on(base.name)))
 
     def engine(base: Base) -> list[str]:
@@ -83,6 +85,12 @@ def examine(
     here += lacking
     here += check_folder(run.folder, 0 if problems else disk_bytes(run, plan), kind)
     return Findings(problems, here, plan)
+
+
+def _from_run(run: Run) -> list[str]:
+    """Names of base models that a node has to fetch from its run: a dry run finds it before that."""
+    there = {name for name, base in run.bases.items() if (Path(base.model.path) / "config.json").exists()}
+    return [name for name in run.bases if run.is_node and name not in there]
 
 
 def _lost_bases(run: Run, *, resume: bool) -> list[str]:
@@ -236,7 +244,9 @@ def render_plan(
         parts.append(_rows("disk", [("run folder", f"about {size(needed_bytes)}, and logs and trajectories")]))
     parts.append(_rows("ports on loopback", port_lines(run, ports)))
     parts.append(Text("roles", "bold"))
-    for base in to_fetch(run):
+    for base in _from_run(run):
+        parts.append(Text(f"  first: {run.bases[base].model.path} is fetched from the run (there is no model here)"))
+    for base in () if run.is_node else to_fetch(run):
         path = run.bases[base].model.path
         parts.append(Text(f"  first: {path} is fetched from Hugging Face (there is no folder of that name)"))
     for base in missing_bases(run):

@@ -181,6 +181,20 @@ def test_a_node_differs_in_its_hardware_alone(config, tmp_path, monkeypatch):
         read_request([*argv, "--config.env.options.path=here"])
 
 
+def test_the_plan_of_a_node_has_its_models_fetched_from_the_run(config, tmp_path, monkeypatch, capsys):
+    """It said that config.model.path does not exist, though a join would have fetched it."""
+    shape = config.model.nano
+    for nano, path in ((None, "a/model"), (None, str(tmp_path / "far")), (shape, str(tmp_path / "nano"))):
+        with config.ignore_type():
+            config.model.path, config.model.nano = path, nano
+        described(monkeypatch, config)
+        monkeypatch.chdir(tmp_path)
+        assert main(["--join=http://far:8000", "--name=node", "--dry_run"]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"first: {path} is fetched from the run" in shown
+        assert "Hugging Face" not in shown and "warm start" not in shown
+
+
 def test_a_node_may_place_the_models_of_its_bases_and_nothing_else_of_them(config):
     config.bases = {"judge": {"model": {"path": "a"}}}
     for change in ({"model": {"path": "b"}}, {"model": {"path": "a"}, "engine": {"replicas": 2}}):
