@@ -207,8 +207,8 @@ async def play(
                 away.append(error)
                 return
             rows[key] = row
-            if row["status"] == "error" and row["calls"] and not row["tokens"]:
-                return  # every request was refused, which says nothing about the workflow: the next start asks again
+            if is_refused(row):
+                return  # it says nothing about the workflow: the next start asks again
             # Row by row, so that an interrupted command keeps what it has played.
             with file.open("a", encoding="utf-8") as kept:
                 kept.write(json.dumps(row, default=str) + "\n")
@@ -222,6 +222,11 @@ async def play(
     if away:
         raise away[0]
     return [rows[key] for key in keys]
+
+
+def is_refused(row: Mapping[str, Any]) -> bool:
+    """True where backends refused every request that was made for the problem."""
+    return row["status"] == "error" and bool(row["calls"]) and not row["tokens"]
 
 
 async def _played(key: str, job: Job, path: Path, record: Record, settings: Mapping[str, Any]) -> dict[str, Any]:

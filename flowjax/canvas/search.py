@@ -50,6 +50,7 @@ from flowjax.canvas.problem_rows import (
     Job,
     command_parser,
     exit_status,
+    is_refused,
     kept_rows,
     markdown,
     name_of,
@@ -289,8 +290,14 @@ class WorkflowSearch:
     asked: int = 0
 
     async def run(self, start: Workflow, calls: int) -> list[Round]:
-        """All rounds, that of `start` first; none is started once `calls` are used up."""
+        """All rounds, that of `start` first; none is started once `calls` are used up.
+
+        Raises:
+            BackendAway: every request of `start` is refused.
+        """
         rounds = [Round(start, None, await self.play(start))]
+        if all(map(is_refused, rounds[0].rows)):
+            raise BackendAway(f"every request of --workflow is refused: {rounds[0].rows[0]['errors'][0]}")
         seen = {show(start)}
         while self.spent(rounds) < calls:
             changed = await self._changed(rounds, self._parent(rounds), seen)

@@ -226,6 +226,21 @@ def test_an_optimizer_that_fails_is_named(tmp_path, command, known, monkeypatch,
         assert story["optimizer_requests"] == len(story["rounds"]) - 1 > 0
 
 
+def test_a_backend_that_refuses_everything_has_nothing_found(tmp_path, command, known, monkeypatch, capsys):
+    """It was searched on until the calls were used up, and `Custom` was said to be the best."""
+    asked = []
+
+    async def refusing(request: Request) -> Completion:
+        asked.append(request)
+        raise BackendError("HTTP 400: there is no model of that name")
+
+    monkeypatch.setattr(known, "complete", refusing)
+    assert main([*command, "--calls=100"]) == 1
+    said = capsys.readouterr().err
+    assert "every request of --workflow is refused: " in said and "no model of that name; the same command" in said
+    assert len(asked) == 5 and not (tmp_path / "out/workflow.json").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
