@@ -309,8 +309,9 @@ def render_status(run_dir: Path, now_s: float | None = None) -> Group:
         counts = dataflow.get("policies", {}).get(name, {})
         lines_of_it = [entry for entry in train if entry.get("policy", name) == name]
         last = lines_of_it[-1] if lines_of_it else {}
-        served = rollout.get("serving_versions", {}).get(name)
-        step, committed = last.get("step", 0), counts.get("committed")
+        step, committed, lag = last.get("step", 0), counts.get("committed"), counts.get("lag")
+        by_others = None if lag is None or lag > committed else committed - lag  # where all rollouts are elsewhere
+        served = rollout.get("serving_versions", {}).get(name, by_others)
         policies.add_row(
             name,
             f"{step}/{policy.trainer.steps}",
@@ -378,8 +379,7 @@ def _seen(status: Mapping[str, Any], now_s: float, silent_s: float) -> str:
     written_s = number(status, "time_s")
     if written_s is None:
         return "never"
-    ago = f"{clock(now_s - written_s)} ago"
-    return ago if now_s - written_s < silent_s else f"{ago} (away)"
+    return f"{clock(now_s - written_s)} ago{'' if now_s - written_s < silent_s else ' (away)'}"
 
 
 def _playing(status: Mapping[str, Any], ended: bool) -> Iterator[str]:

@@ -497,6 +497,17 @@ def test_roles_queues_versions_and_ages_are_shown(run: Path):
     assert "solver@0, verifier@0" in before and "50.0 %" in before and "solver@3, verifier@3" in after
 
 
+def test_what_rollouts_elsewhere_serve_is_known_from_the_dataflow(run: Path):
+    """The columns "served" and "lag" were empty."""
+    policies = {"solver": {"committed": 7, "lag": 2}, "verifier": {"committed": 3, "lag": 4}}
+    (run / "status-dataflow.json").write_text(json.dumps({"policies": policies}))
+    lines = text(run, 1000.0).splitlines()
+    (solver,) = [line for line in lines if line.startswith("│ solver")]
+    (verifier,) = [line for line in lines if line.startswith("│ verifier")]
+    assert [cell.strip() for cell in solver.split("│")[2:6]] == ["0/100", "7", "5", "2"]
+    assert [cell.strip() for cell in verifier.split("│")[2:6]] == ["0/40", "3", "", ""], "none serves it yet"
+
+
 def test_of_a_run_that_has_ended_nothing_is_away_and_no_speed_is_shown(run: Path):
     rollout = {"time_s": 900.0, "in_flight": 3, "episodes_per_s": 11.9, "failed_episodes": 2}
     rollout |= {"bases": {"base": {"up": True}}}
