@@ -18,6 +18,7 @@ worker. A message with a wrong field is refused before anything changes.
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import sqlite3
@@ -81,7 +82,7 @@ class DataflowService:
     def __init__(self, flow: Flow):
         self._flow = flow
         self._waiting: dict[Capabilities, deque[_Waiting]] = {}  # by what they can play
-        self._looked_s = -math.inf  # when `_look` last served the queues
+        self._looking: asyncio.Task[None] | None = None
         self._stopping = False
         self._changed = asyncio.Event()
         self._crediting = asyncio.Lock()
@@ -200,19 +201,20 @@ class DataflowService:
     async def _wait_for_leases(
         self, worker: str, playable: Capabilities, attempt: Callable[[], list[Lease]], hold_s: float
     ) -> list[Lease]:
-        """Wait in the queue of workers with the same capabilities, for `hold_s` at most. Each second one of them looks
-        for episodes that become free just by the passing of time, such as those of a worker that died."""
+        """Wait in the queue of workers with the same capabilities, for `hold_s` at most."""
         asked = _Waiting(worker, attempt, asyncio.get_running_loop().create_future())
         queue = self._waiting.setdefault(playable, deque())
         queue.append(asked)
+        ended = [asked.leases]
+        if hold_s > HOLD_S:  # else it asks again before the next look
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._look())
+            ended.append(self._looking)
         try:
-            until_s = time.monotonic() + hold_s
             # Not `wait_for`, which cancels the future at its timeout: leases set at that very moment would be lost.
-            while not (await asyncio.wait([asked.leases], timeout=min(until_s - time.monotonic(), HOLD_S)))[0]:
-                if time.monotonic() >= until_s:
-                    break
-                self._flow.workers.still_waits(worker)
-                self._look()
+            await asyncio.wait(ended, timeout=hold_s, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.leases.done() and ended[-1].done():
+                await ended[-1]  # a look failed, as when the disk does
         except BaseException:  # the worker hung up, or the disk fails; it may have been given leases just before
             if asked.leases.done():
                 self._return([lease.lease_id for lease in asked.leases.result()], "")
@@ -224,10 +226,13 @@ class DataflowService:
                 del self._waiting[playable]
         return asked.leases.result() if asked.leases.done() else []
 
-    def _look(self) -> None:
-        """Serve the queues although nothing has changed, once a second however many workers wait."""
-        if time.monotonic() - self._looked_s > HOLD_S:
-            self._looked_s = time.monotonic()
+    async def _look(self) -> None:
+        """While workers wait, serve the queues each second even if nothing has changed: time alone frees episodes, too,
+        as when a worker has died. One timer for all: a thousand would be slow."""
+        while any(self._waiting.values()):
+            await asyncio.sleep(HOLD_S)
+            for asked in itertools.chain(*self._waiting.values()):
+                self._flow.workers.still_waits(asked.worker)
             self._serve_waiting()
 
     def _serve_waiting(self) -> None:
