@@ -114,8 +114,8 @@ def check_reached(run: Run) -> list[str]:
 
 
 def missing_bases(run: Run) -> list[str]:
-    """Names of nano base models that have to be made first, one for each folder; none where no role here reads them, and
-    none of a node, which fetches them."""
+    """Names of nano base models that have to be made first, one for each folder; none where no role here reads them, or
+    where a node fetches them."""
     if run.is_node or {"rollout", "trainer"} <= set(run.config.elsewhere):
         return []
     # Reversed twice: where several names have one folder, a dict keeps the last, which is then the first.
