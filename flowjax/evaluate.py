@@ -788,10 +788,11 @@ def write_results(evaluation: Evaluation, prices: Prices) -> dict[str, Any]:
     played = [(lease.task, episodes[lease.episode_id]) for lease in leases if lease.episode_id in episodes]
     if not played:
         raise ConfigError(f"{run.folder}: no episode of this evaluation came to its end, see the lines above")
+    limit = "the model's context" if "endpoint" in evaluation.played else "config.rollout.max_prompt_tokens"
     if not any(episode.turns for _, episode in played) and all(episode.status == "truncated" for _, episode in played):
         raise ConfigError(
-            f"{run.folder}: no model was asked anything, since no first prompt of {len(played)} episodes fits "
-            f"config.rollout.max_prompt_tokens ({played[0][1].error}): raise that, and evaluate again"
+            f"{run.folder}: no model was asked anything, since no first prompt of {len(played)} episodes fits {limit} "
+            f"({played[0][1].error}): raise that, and evaluate again"
         )
     transcripts = run.config.eval.transcripts
     kept = keep_evaluation(run.folder, evaluation.name, played, rewards_of(run), transcripts=transcripts)

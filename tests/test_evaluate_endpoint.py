@@ -232,6 +232,43 @@ def test_replies_to_attempts_that_failed_are_counted_and_paid_for(tmp_path, endp
         assert said in (tmp_path / "out" / "results.md").read_text()
 
 
+TOO_LONG = [
+    "This model's maximum context length is 64 tokens. However, you requested 99 tokens",  # OpenAI, vLLM
+    "You passed 99 input tokens. However, the model's context length is only 64 tokens",  # vLLM
+    "The decoder prompt (length 99) is longer than the maximum model length of 64",  # vLLM
+    "The input (99 tokens) is longer than the model's context length (64 tokens).",  # SGLang
+    "prompt is too long: 99 tokens > 64 maximum",  # Anthropic
+    "The input token count (99) exceeds the maximum number of tokens allowed (64).",  # Gemini
+    "Input validation error: `inputs` must have less than 64 tokens. Given: 99",  # TGI
+]
+
+
+@pytest.mark.parametrize("text", TOO_LONG)
+def test_a_conversation_beyond_the_models_context_is_no_success(tmp_path, endpoint, command, text):
+    """It counted as a fault of the world: it was played three times, and left out of the mean."""
+
+    def holds_little(body: Mapping[str, Any]) -> tuple[int, Any]:
+        return (400, {"error": {"message": text}}) if body["seed"] % 2 else adds(body)
+
+    endpoint.answer = holds_little
+    assert main([*command, "--config.eval.tasks=4"]) == 0
+    refused = sum(body["seed"] % 2 for body in endpoint.bodies if "=" in body["messages"][-1]["content"])
+    assert 0 < refused < 8, "as many requests as episodes"
+    assert [line["status"] for line in lines(tmp_path / "out")].count("truncated") == refused
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["episodes"] == 8 and results["metrics"]["success"]["mean"] == 1 - refused / 8
+    said = f"8 episodes; {refused} ended at a prompt over the model's context"
+    assert said in (tmp_path / "out" / "results.md").read_text()
+
+
+def test_another_refusal_says_nothing_about_the_model(tmp_path, endpoint, command, capsys):
+    """It must not pass for a failure to solve: an endpoint may refuse whatever is sent."""
+    answers = iter([adds])
+    endpoint.answer = lambda body: next(answers, lambda body: (400, {"error": {"message": "no such field"}}))(body)
+    assert main([*command, "--config.eval.tasks=2"]) == 2
+    assert "no episode of this evaluation came to its end" in capsys.readouterr().err
+
+
 def test_calls_of_one_agent_that_are_under_way_at_once_have_seeds_of_their_own():
     class Holds:
         identity, seeds = "", []

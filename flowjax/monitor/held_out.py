@@ -202,7 +202,8 @@ def rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     if results.get("unfinished"):
         counts += f" ({results['unfinished']} came to nothing and are left out)"
     if results.get("truncated"):
-        counts += f"; {results['truncated']} ended at a prompt over config.rollout.max_prompt_tokens"
+        over = "the model's context" if "endpoint" in results.get("played", {}) else "config.rollout.max_prompt_tokens"
+        counts += f"; {results['truncated']} ended at a prompt over {over}"
     asked = results.get("asked", 0) * results.get("played", {}).get("samples", 1)
     if results["episodes"] + results.get("unfinished", 0) < asked:
         counts += f"; {results['asked']} tasks were asked for, and these are all there are"

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from ml_collections import ConfigDict
 
-from flowjax.canvas.backends import Backend, BackendUnavailable, Request
+from flowjax.canvas.backends import Backend, BackendUnavailable, Request, RequestTooLong
 from flowjax.config import ConfigError, task_options
 from flowjax.envs import Message, World, find_world
 from flowjax.envs.pool import EnvPool, graded
@@ -45,6 +45,7 @@ from flowjax.rollout.client import EngineError, EngineReply, SamplingOptions, Ve
 from flowjax.rollout.engines import ServedBase
 from flowjax.run import Run
 from flowjax.workflows import UNVERSIONED, Agent, Generate, Played, Reply, served_version
+from flowjax.workflows.codec import PromptRefused
 from flowjax.workflows.single import EpisodeOptions
 
 
@@ -279,7 +280,7 @@ class EndpointAgent(Agent):
         """One reply to `messages`; with `after`, the next one of the conversation that led to that reply.
 
         Raises:
-            EngineError: the endpoint does not answer.
+            EngineError, PromptRefused: the endpoint does not answer; the conversation is longer than its context.
         """
         before = next((conversation for reply, conversation in self._said if reply is after), [])
         asked = [*before, *messages]
@@ -294,13 +295,14 @@ class EndpointAgent(Agent):
             answer = await self._backend.complete(request)
         except BackendUnavailable as error:
             raise EngineError(str(error)) from error
-        sampled = np.zeros(answer.usage.sampled_tokens, np.int32)
+        except RequestTooLong as error:
+            raise PromptRefused(str(error)) from error
         text = answer.text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent as UTF-8
         reply = Reply(
             text=text,
             prompt_ids=np.zeros(max(answer.usage.prompt_tokens, 1), np.int32),
-            sampled_ids=sampled,
-            logprobs=np.zeros(len(sampled), np.float32),
+            sampled_ids=np.zeros(answer.usage.sampled_tokens, np.int32),
+            logprobs=np.zeros(answer.usage.sampled_tokens, np.float32),
             finish_reason=answer.finish_reason,
             policy=self._model,
             version=UNVERSIONED,

@@ -44,6 +44,13 @@ class PromptTooLong(Exception):
         self.tokens, self.limit = tokens, limit
 
 
+class PromptRefused(PromptTooLong):
+    """A prompt that an endpoint refuses, in its own words, as too long for its model."""
+
+    def __init__(self, said: str):
+        Exception.__init__(self, said)
+
+
 def check_template_options(template: Any, options: Mapping[str, Any]) -> None:
     """Refuse options that a chat template does not read: it would be rendered as if they were not there.
 

@@ -17,11 +17,26 @@ from flowjax.fields import shown
 _log = logging.getLogger(__name__)
 _CHARACTERS_PER_TOKEN = 4  # rough; only where an endpoint does not count
 _TOKENS_PER_MILLION = 1_000_000
+# As OpenAI, vLLM, SGLang, Anthropic, Gemini and TGI say it.
+_TOO_LONG = re.compile(
+    r"context.{0,8}length|context window|maximum model length"
+    r"|(prompt|input).{0,40}(too long|longer than|exceeds the maximum|must have less than)",
+    re.IGNORECASE,
+)
 OnText = Callable[[str], None]
 
 
 class BackendError(RuntimeError):
     """A request that the backend refuses for its content: the operator's call fails, the run goes on."""
+
+
+class RequestTooLong(BackendError):
+    """A request that is longer than the model's context."""
+
+
+def refusal(said: str) -> BackendError:
+    """The error of a request that a server refuses, by what it says."""
+    return RequestTooLong(said) if _TOO_LONG.search(said) else BackendError(said)
 
 
 class BackendUnavailable(BackendError):

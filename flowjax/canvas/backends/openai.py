@@ -24,12 +24,12 @@ from typing import Any, Literal
 import aiohttp
 
 from flowjax.canvas.backends import (
-    BackendError,
     BackendUnavailable,
     Completion,
     Prices,
     Request,
     prompt_estimate,
+    refusal,
     streamed_answer,
     usage_of,
 )
@@ -339,7 +339,7 @@ class OpenAIBackend:
             if status != HTTPStatus.OK:
                 message = f"HTTP {status}: {self._error_text(content)}"
                 if status in _REFUSALS:
-                    raise BackendError(f"{url} refuses the request with {message}")
+                    raise refusal(f"{url} refuses the request with {message}")
                 if status not in _RETRIED and status < HTTPStatus.INTERNAL_SERVER_ERROR:
                     raise _TryAgain(message, other_only=True)
                 after_s = retry_after_s(headers) if status in _ASKS_TO_WAIT else None
