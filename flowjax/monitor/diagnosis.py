@@ -23,6 +23,7 @@ _MISMATCH_KL = 0.05  # nats per token; bfloat16 engines are at 1e-4 to 1e-2
 _SKIPPED = 0.2  # share of the steps that had skipped updates
 _LOST = 0.5  # share of the best success rate of as many earlier steps
 _SEEN_TO_FALL = 0.1  # success rate by which it has to have fallen
+_BROKEN = 0.05  # share of the episodes that fail: if these are those that succeed, nothing is learnt
 _OLD_VERSIONS = 2.0  # mean age of tokens from which objectives differ (docs/losses.md)
 
 Lines = Sequence[Mapping[str, Any]]
@@ -40,15 +41,18 @@ class Symptom:
         return f"{self.policy or 'the policy'}: {self.text}"
 
 
-def diagnose(train: Lines) -> list[Symptom]:
-    """Everything that is wrong in the newest steps of each policy.
+def diagnose(train: Lines, batches: Lines = ()) -> list[Symptom]:
+    """Everything that is wrong in the newest steps of each policy, after what is wrong with the run's episodes.
 
     Args:
         train: lines of steps, of all policies, oldest first.
+        batches: lines of batches, likewise.
     """
+    broken = _broken(batches)
+    of_run = [Symptom("the run", "failed episodes", broken)] if broken else []
     policies = dict.fromkeys(str(line.get("policy", "")) for line in train)
     by_policy = {policy: [line for line in train if line.get("policy", "") == policy] for policy in policies}
-    return [
+    return of_run + [
         Symptom(policy, rule, text)
         for policy, lines in by_policy.items()
         for rule, find in RULES.items()
@@ -66,6 +70,27 @@ def not_judged(train: Lines) -> list[str]:
             late = "entropy, the rise of invalid replies and the fall of success are not judged yet"
             found.append(f"{policy or 'the policy'}: fewer than {2 * _FEWEST_STEPS} steps, {late}")
     return found
+
+
+def _broken(batches: Lines) -> str:
+    """Episodes that an error or the time limit has ended. They are played again: their tasks still come to batches."""
+    before, newest = (batches[:-RECENT_STEPS] or [{}])[-1], batches[-RECENT_STEPS:]
+    if len(newest) < _FEWEST_STEPS:
+        return ""
+    causes = {
+        cause: max(count - before.get("failed", {}).get(cause, 0), 0)  # a ledger may have begun anew
+        for cause, count in newest[-1].get("failed", {}).items()
+        if cause in ("env_error", "timeout")
+    }
+    failed, played = sum(causes.values()), sum(line.get("episodes", 0) for line in newest)
+    if failed <= _BROKEN * (failed + played):
+        return ""
+    named = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in causes.items() if count)
+    return (
+        f"{100 * failed / (failed + played):.0f} % of the last episodes failed ({named}) and were played again: if it is "
+        "those that succeed, the policy never learns from a success. logs/rollout.log has the errors; mend the world or "
+        "the workflow, or raise config.rollout.episode_timeout_s"
+    )
 
 
 def _no_signal(lines: Lines) -> str:

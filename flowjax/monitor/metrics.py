@@ -218,6 +218,7 @@ class Progress:
 
     def _clear(self) -> None:
         self.train: list[dict[str, Any]] = []
+        self._batches: list[dict[str, Any]] = []
         self.by_policy: dict[str, list[dict[str, Any]]] = {}
         self._symptoms: list[Symptom] | None = None
         self.evals: dict[int, dict[str, Any]] = {}
@@ -256,6 +257,9 @@ class Progress:
                 self._symptoms = None
                 for name in _SUMMED:
                     self.totals[name] += number(entry, name) or 0.0
+            elif kind == "batch":
+                self._batches.append(entry)
+                self._symptoms = None
             elif kind == "eval":
                 self.evals[entry.get("step", 0)] = entry
 
@@ -268,7 +272,7 @@ class Progress:
     def symptoms(self) -> list[Symptom]:
         """Everything that is wrong in the newest steps; computed once for each new step, not for each redraw."""
         if self._symptoms is None:
-            self._symptoms = diagnose(self.train)
+            self._symptoms = diagnose(self.train, self._batches)
         return self._symptoms
 
     @property

@@ -46,6 +46,7 @@ def overview(run_dir: Path) -> dict[str, Any]:
             f"its launch ended with status {ended[0]}: go on with --resume" if ended else "look again when it has one"
         )
         raise ConfigError(f"{run_dir} has no step and no evaluation yet{warming}: {remedy}")
+    batches = [entry for entry in entries if entry["kind"] == "batch"]
     events = [entry for entry in entries if entry["kind"] == "run"]
     warm_start = _warm_start(warm)
     starts = [start for start in read_starts(run_dir) if isinstance(start.get("started_s"), int | float)]
@@ -62,7 +63,7 @@ def overview(run_dir: Path) -> dict[str, Any]:
         "starts": starts,
         "policies": _by_policy(train),
         "evaluations": list(_evaluations(evaluations)),
-        "problems": [str(finding) for finding in diagnose(train)],
+        "problems": [str(finding) for finding in diagnose(train, batches)],
         "unjudged": not_judged(train),
         "timeline": timeline(train, evaluations, events, warm_start, paused),
         "spent": spent(train, evaluations, warm_s, wall_s),

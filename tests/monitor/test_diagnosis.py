@@ -47,6 +47,25 @@ def test_a_healthy_run_has_nothing_wrong():
     assert diagnose(lines()) == []
 
 
+def batches(*env_errors: int) -> list[dict[str, Any]]:
+    return [{"episodes": 32, "failed": {"env_error": count, "lease_ran_out": 99}} for count in env_errors]
+
+
+def test_episodes_that_fail_and_are_played_again_are_named_first():
+    """A workflow that failed at each success made full batches without one, and was said to have hard tasks."""
+    hard = lines({"no_signal_share": (1.0, 1.0), "success_rate": (0.0, 0.0)}, 5)
+    broken, no_signal = diagnose(hard, batches(4, 8, 13, 17, 21))
+    assert str(broken).startswith("the run: 12 % of the last episodes failed (21 env error) and were played again: if")
+    assert no_signal.rule == "no signal"
+
+
+def test_episodes_that_failed_long_ago_or_seldom_are_no_symptom():
+    assert diagnose(lines(), batches(*[50] * 11)) == [], "before the last ten batches"
+    assert diagnose(lines(), batches(*range(1, 11))) == [], "1 of 33"
+    assert diagnose(lines(), batches(9, 18, 27, 36)) == [], "too few batches"
+    assert diagnose(lines(), batches(*[50] * 10, 2)) == [], "of another ledger"
+
+
 def test_every_rule_has_a_case():
     assert WRONG.keys() == RULES.keys()
 
