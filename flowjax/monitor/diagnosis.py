@@ -87,9 +87,9 @@ def _broken(batches: Lines) -> str:
         return ""
     named = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in causes.items() if count)
     return (
-        f"{100 * failed / (failed + played):.0f} % of the last episodes failed ({named}) and were played again: if it is "
-        "those that succeed, the policy never learns from a success. logs/rollout.log has the errors; mend the world or "
-        "the workflow, or raise config.rollout.episode_timeout_s"
+        f"{100 * failed / (failed + played):.0f} % of the last episodes failed ({named}) and were played again: if it "
+        "is those that succeed, the policy never learns from a success. logs/rollout.log has the errors: mend the "
+        "world or workflow, or raise config.rollout.episode_timeout_s"
     )
 
 

@@ -178,6 +178,11 @@ async def broken(task, *, seed, env, agents, options):
     played = await acted(task, seed=seed, env=env, agents=agents, options=options)
     return played if not played.parts else 1 / 0
 
+async def fragile(task, *, seed, env, agents, options):
+    """Fails where the episode was won."""
+    played = await play(task, seed=seed, env=env, agents=agents, options=options)
+    return replace(played, outcome={**played.outcome, "bonus": 1 / (1 - played.outcome["success"])})
+
 async def shortened(task, *, seed, env, agents, options):
     agents = {name: Twice(agent) for name, agent in agents.items()}
     return await play(task, seed=seed, env=env, agents=agents, options=options)
@@ -283,6 +288,14 @@ def test_a_workflow_may_leave_out_turns_without_an_action():
     assert found(workflow="own_play:acted") == []
     [fault] = found(workflow="own_play:broken")
     assert "an episode where every reply names a legal action fails (env_error: ZeroDivisionError" in fault
+
+
+@pytest.mark.parametrize(("world", "turns"), [("Counter", 2), ("flowjax.envs.sokoban:Sokoban", 12)])
+def test_a_workflow_is_seen_at_a_success(world: str, turns: int):
+    """It was accepted, and each success was played again until there was none. Random moves solve hardly any room."""
+    name = world if ":" in world else f"own_counter:{world}"
+    (fault,) = found(workflow="own_play:fragile", name=name, max_turns=turns)
+    assert "where every reply names a legal action fails (env_error: ZeroDivisionError" in fault
 
 
 def test_an_agent_that_is_asked_and_never_recorded_is_a_note():
