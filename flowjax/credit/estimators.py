@@ -95,9 +95,9 @@ def _check_tried(name: str, options: Mapping[str, Any]) -> None:
 
 
 def credit_parts(table: TurnTable, name: str, **options: Any) -> dict[str, Float[Array, "turns"]]:
-    """The result of `estimate` in two parts, "episode" and "step", for estimators that add them with a `step_weight`;
-    {} for others."""
-    if "step_weight" not in inspect.signature(get_estimator(name)).parameters:
+    """The result of `estimate` in two parts, "episode" and "step", for shipped estimators that add them with a
+    `step_weight`; {} for others, whose option of that name may mean anything."""
+    if ":" in name or "step_weight" not in inspect.signature(get_estimator(name)).parameters:
         return {}
     episode = estimate(table, name, **{**options, "step_weight": 0.0})
     return {"episode": episode, "step": estimate(table, name, **options) - episode}

@@ -29,12 +29,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowjax.broker import Answer, Busy, Evicted
+from flowjax.config import ConfigError
+from flowjax.dataflow.algorithms import AlgorithmError
 from flowjax.dataflow.batches import Assigned, CreditedBatch, Uncreditable
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.leases import KINDS, Capabilities, LeasedEpisode
 from flowjax.dataflow.ledger import StepError, is_damage
 from flowjax.monitor.token import send_away
-from flowjax.monitor.trouble import explain, unwritable
+from flowjax.monitor.trouble import explain, is_machine_fault, unwritable
 from flowjax.records import (
     COUNTED_STATUSES,
     Bounds,
@@ -417,7 +419,18 @@ class DataflowService:
 
     async def _credit(self, policy: str, step: int, groups: Sequence[Group]) -> CreditedBatch | Uncreditable:
         async with self._crediting:
-            return await asyncio.to_thread(self._flow.batches.try_credit, policy, step, groups)
+            try:
+                return await asyncio.to_thread(self._flow.batches.try_credit, policy, step, groups)
+            except AlgorithmError:
+                raise
+            except Exception as error:
+                if not is_machine_fault(error):  # credit is a function of the batch: it would fail again and again
+                    name, said = self._flow.policies[policy].settings.credit.name, f"{type(error).__name__}: {error}"
+                    self.failure = ConfigError(
+                        f"config.credit.name of {policy} is {name!r}, which fails on a batch, and on no group alone "
+                        f"({said}): mend it, then --resume the run"
+                    )
+                raise
 
     def _take(self, steps: Mapping[str, int], epoch: int) -> tuple[str, Assigned] | None:
         """A batch for the trainer of that epoch, which is checked after every wait: another may have claimed since."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from credit_tables import Path, paths_table
 
-from flowjax.credit.estimators import ESTIMATORS, CreditError, check_options, estimate, get_estimator
-from flowjax.credit.table import segment_statistics, segment_total
+from flowjax.credit.estimators import ESTIMATORS, CreditError, check_options, credit_parts, estimate, get_estimator
+from flowjax.credit.table import TurnTable, segment_statistics, segment_total
 
 
 def group_of(*scores: float, turns: int = 1, group: int = 0) -> list[Path]:
@@ -299,6 +299,18 @@ def test_good_options_pass():
         check_options(name, {})
         assert get_estimator(name).__doc__
     check_options("rewardflow", {"gamma": 1, "step_norm": "none"})
+
+
+def stepped(table: TurnTable, *, step_weight: int = 1) -> np.ndarray:
+    """An option that another estimator has, too, and that takes no fraction."""
+    return np.where(table.mask, table.score * step_weight, 0.0)
+
+
+def test_what_ones_own_estimator_takes_as_step_weight_is_its_own_matter():
+    """It was called with 0.0 for the parts of transcripts, so that no batch could be made."""
+    table = paths_table(group_of(1, 0))
+    assert credit_parts(table, f"{__name__}:stepped") == {}
+    assert set(credit_parts(table, "gigpo")) == {"episode", "step"}
 
 
 def test_an_estimator_of_ones_own():

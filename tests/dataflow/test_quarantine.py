@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from flowjax.broker import connect
+from flowjax.config import ConfigError
 from flowjax.dataflow import batches as batches_room
 from flowjax.dataflow.flow import Flow
 from flowjax.dataflow.ledger import StepError
@@ -190,6 +191,32 @@ def test_a_machine_that_is_short_of_memory_puts_no_group_aside(tmp_path, monkeyp
                 await service.answer("batch", {"policy": "agent", "step": 0, "epoch": epoch})
         assert flow.status()["put_aside"] == []
         assert (await service.answer("batch", {"policy": "agent", "step": 0, "epoch": epoch}))["state"] == "run"
+
+    asyncio.run(scenario())
+
+
+def test_credit_that_fails_for_the_batch_alone_ends_the_dataflow_in_words(tmp_path, monkeypatch):
+    """Each /batch was answered with 500: the trainer ended, was started again, and asked for the same batch."""
+    credit_batch = batches_room.credit_batch
+
+    def fails_on_several(groups: Sequence[Any], **options: Any) -> Any:
+        if len(groups) > 1:
+            raise ValueError("one group, please")
+        return credit_batch(groups, **options)
+
+    async def scenario() -> None:
+        flow = make_flow(tmp_path, configuration(max_staleness=1))
+        flow.report_serving("agent", 0)
+        for lease in flows.lease(flow, "w", 100, "train"):
+            assert flows.accept(flow, lease.lease_id, played(lease, version=0))
+        _, epoch = flow.batches.claim("trainer", {"agent": 0}, 0)
+        service = DataflowService(flow)
+        monkeypatch.setattr(batches_room, "credit_batch", fails_on_several)
+        with pytest.raises(ValueError):
+            await service.answer("batch", {"policy": "agent", "step": 0, "epoch": epoch})
+        assert isinstance(service.failure, ConfigError)
+        assert "no group alone (ValueError: one group, please): mend it" in str(service.failure)
+        assert flow.status()["put_aside"] == []
 
     asyncio.run(scenario())
 
