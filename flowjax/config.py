@@ -142,7 +142,7 @@ FIELDS = Section(
     policies=Free(
         "several policies: name -> the sections in which it differs, for example "
         '{"solver": {}, "verifier": {"optimizer": {"learning_rate": 1e-4}}}. Empty: the one named by config.policy. '
-        "One that names another estimator or objective starts from that one's own options"
+        "One that names another estimator or objective starts from that one's own options, else from the run's"
     ),
     agents=Free(
         'agent of the workflow -> the policy that speaks for it; or "base", or one of config.bases: that model as it '

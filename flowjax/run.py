@@ -316,6 +316,9 @@ def _change(sections: Mapping[str, ConfigDict], field: str, changes: ConfigDict,
         for name, value in values.items():
             if name not in sections[section]:
                 raise ConfigError(f"{field}.{section}.{name} is no field: use one of {', '.join(sections[section])}")
+            # Entry by entry, as sections are; components of a reward are a policy's own, and replace the run's.
+            if name.endswith("options") and isinstance(value, ConfigDict | Mapping):
+                value = {**sections[section][name].to_dict(), **dict(value)}
             try:
                 if isinstance(sections[section][name], ConfigDict) and not isinstance(
                     FIELDS.find(f"{section}.{name}"), Free

@@ -37,6 +37,21 @@ def test_each_policy_differs_in_its_own_sections_alone():
         assert getattr(policies["verifier"], section) == getattr(solver, section)
 
 
+def test_options_that_a_policy_does_not_name_are_those_of_the_run():
+    """One option of a policy put all others back to their defaults; components of a reward are replaced."""
+    config = default_config()
+    config.loss.options = {"clip_low": 0.1, "clip_high": 0.2}
+    config.credit.options, config.reward.components = {"gamma": 0.8}, {"success": 1.0, "step_penalty": 0.5}
+    paid = {"components": {"success": 2.0}}
+    config.policies = ConfigDict({"a": {}, "b": {"loss": {"options": {"clip_high": 0.5}}, "reward": paid}})
+    config.policies.c = {"credit": {"name": "gigpo", "options": {"step_weight": 0.5}}}
+    policies = resolve(config.lock()).policies
+    assert policies["b"].loss.options.to_dict() == {"clip_low": 0.1, "clip_high": 0.5}
+    assert policies["b"].reward.components.to_dict() == {"success": 2.0}
+    assert policies["a"].loss.options.to_dict() == {"clip_low": 0.1, "clip_high": 0.2}
+    assert policies["c"].credit.options.to_dict() == {"step_weight": 0.5}, "of another estimator, the run's are dropped"
+
+
 def test_a_run_does_not_see_what_becomes_of_the_config():
     config = default_config()
     run = resolve(config)

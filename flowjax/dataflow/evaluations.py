@@ -222,7 +222,7 @@ class Evaluations:
             "low": low,
             "high": high,
             "turns_mean": _mean_of_tasks(tasks, lambda episode: len(episode.turns)),
-            "env_return_mean": _mean_of_tasks(tasks, lambda episode: episode.outcome.get("env_return", 0.0)),
+            "env_return_mean": _mean_of_tasks(tasks, lambda episode: sum(turn.env_reward for turn in episode.turns)),
             "policies": {policy: _of_policy(policy, tasks, kept.rewards.get(policy)) for policy in self._policies},
             "sources": {
                 source: _mean_of_tasks(list(found.values()), _solved) for source, found in by_source.items() if source

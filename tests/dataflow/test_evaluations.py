@@ -44,7 +44,7 @@ def evaluate(
     ids, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
     for lease in leases:
         names = lease.episode_id, lease.group_id, lease.task.task_id, lease.seed
-        turn = Turn("agent", 0, ids, ids, logprobs, "stop", 1, 2, 0.0, True, True)
+        turn = Turn("agent", 0, ids, ids, logprobs, "stop", 1, 2, 0.25, True, True)
         outcome = {"success": success(lease)}
         assert flows.accept(flow, lease.lease_id, Episode(*names, [Trajectory(*names, [turn], outcome)], outcome))
     flow.close()
@@ -218,6 +218,7 @@ def test_each_episode_is_kept_with_its_reward_and_outcome(tmp_path):
     assert {(line["turns"], line["sampled_tokens"], line["status"]) for line in lines} == {(1, 2, "ok")}
     line = told(tmp_path)
     assert (line["tasks"], line["episodes"], line["unfinished"]) == (4, 12, 0)
+    assert line["env_return_mean"] == 0.25, "a workflow of one's own names no such outcome"
     assert (line["low"], line["high"]) == pytest.approx(wilson(4 / 6, 4))
 
 
