@@ -26,7 +26,6 @@ Exit status: 0 done, 1 what answers is away or a role failed for good, 2 somethi
 import asyncio
 import contextlib
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
@@ -67,7 +66,7 @@ from flowjax.launch.supervisor import USER_MISTAKE, Supervisor
 from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import markdown, rows, summarise
 from flowjax.monitor.metrics import Progress
-from flowjax.monitor.provenance import recorded_start
+from flowjax.monitor.provenance import module_files, recorded_start
 from flowjax.monitor.trouble import explain
 from flowjax.records import Episode, Lease
 from flowjax.rewards import Components
@@ -433,12 +432,7 @@ def _named_code(config: ConfigDict) -> list[Path]:
     operators and backends. Other code plays other episodes."""
     named = {text.partition(":")[0] for _, text in [("", config.workflow), *_texts(config.env)] if _IS_CODE(text)}
     named |= {kind.__module__ for kind in find_world(config.env.name).__mro__}
-    files = set()
-    for module in named:
-        if module.partition(".")[0] not in ("flowjax", *sys.stdlib_module_names):
-            with contextlib.suppress(ImportError, ValueError):  # no module: the text says something else
-                files.add(Path(getattr(importlib.util.find_spec(module), "origin", None) or ""))
-    return sorted(file for file in files if file.is_file())
+    return module_files(named)
 
 
 def _texts(value: object, name: str = "") -> Iterator[tuple[str, str]]:

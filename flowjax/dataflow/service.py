@@ -207,7 +207,7 @@ class DataflowService:
         asked = _Waiting(worker, attempt, asyncio.get_running_loop().create_future())
         queue = self._waiting.setdefault(playable, deque())
         queue.append(asked)
-        ended = [asked.leases]
+        ended: list[asyncio.Future[Any]] = [asked.leases]
         if hold_s > HOLD_S:  # else it asks again before the next look
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.create_task(self._look())

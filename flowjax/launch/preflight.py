@@ -32,6 +32,7 @@ from flowjax.launch.machine import (
 from flowjax.launch.roles import check_reached, fixed_ports, int8_roles, missing_bases, tcmalloc
 from flowjax.launch.supervisor import Role
 from flowjax.monitor.metrics import lost_checkpoints
+from flowjax.monitor.provenance import changed_code
 from flowjax.monitor.sinks import check_sinks
 from flowjax.monitor.token import is_loopback
 from flowjax.run import Base, Engine, Run
@@ -80,6 +81,8 @@ def examine(
         here += _relay_problems(run.config.dataflow.relay)
     if not here:
         problems += _engine_problems(run)
+    for file in changed_code(run.folder) if resume else ():
+        print(f"{file}, which the config names, has changed since the run's last start", file=sys.stderr)
     found, lacking, plan = _finish_probe(probe)
     problems += [text for text in found if text not in problems]
     here += lacking

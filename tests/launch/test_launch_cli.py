@@ -20,7 +20,7 @@ from flowjax.launch.machine import free_port, hold
 from flowjax.launch.preflight import Findings, disk_bytes, examine
 from flowjax.launch.session import RunConsole
 from flowjax.monitor.metrics import MetricsWriter, write_status
-from flowjax.monitor.provenance import read_starts
+from flowjax.monitor.provenance import read_starts, recorded_start
 from flowjax.run import TAUGHT_FILE, Run, resolve, write_models
 
 
@@ -218,6 +218,19 @@ def test_versions_to_evaluate_are_for_another_command(recipe, tmp_path):
     done = launch(f"--config={recipe}", "--config.eval.versions=(3,)", "--dry_run", cwd=tmp_path)
     assert done.returncode == 2
     assert "config.eval.versions is (3,), which is for an evaluation" in done.stderr
+
+
+def test_a_resumed_run_says_that_ones_own_code_has_changed(config, tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_reward.py").write_text("def late(outcome): return outcome['success']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config.reward.components = {"late": {"path": "own_reward:late"}}
+    save_run(config, run_dir := tmp_path / "run")
+    with recorded_start([run_dir], []):
+        (tmp_path / "own_reward.py").write_text("def late(outcome): return 2 * outcome['success']\n")
+    for resume in (False, True):
+        examine(resolve(config, run_dir), Devices(), resume=resume)
+        said = capsys.readouterr().err
+        assert ("own_reward.py, which the config names, has changed since the run's last start" in said) == resume
 
 
 def test_unreadable_checkpoint_is_refused_before_anything_starts(config, tmp_path):

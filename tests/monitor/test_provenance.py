@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import flowjax
+from flowjax.config import default_config, save_run
 from flowjax.monitor import provenance
-from flowjax.monitor.provenance import read_starts, recorded_start
+from flowjax.monitor.provenance import changed_code, read_starts, recorded_start
 
 
 @pytest.fixture
@@ -45,6 +46,24 @@ def test_a_start_has_its_command_code_packages_machine_and_times(tmp_path: Path,
     assert start["machine"]["memory_bytes"] > 1e8
     assert start["started_s"] <= start["ended_s"]
     assert start["exit_status"] == 0
+
+
+def test_ones_own_code_that_has_changed_since_the_last_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run went on with another reward than it was begun with, and nothing said so."""
+    (tmp_path / "own_rewards.py").write_text("def late(): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = default_config()
+    config.reward.components = {"late": {"path": "own_rewards:late"}, "success": 1.0}
+    save_run(config, tmp_path)
+    assert changed_code(tmp_path) == [], "it has no start yet"
+    for text in ("def late(): return 1.0\n", "def late(): return 2.0\n"):
+        (tmp_path / "own_rewards.py").write_text(text)
+        with recorded_start([tmp_path], []):
+            assert changed_code(tmp_path) == []
+    first, second = [start["code"]["named"] for start in read_starts(tmp_path)]
+    assert first.keys() == second.keys() == {str(tmp_path / "own_rewards.py")} and first != second
+    (tmp_path / "own_rewards.py").write_text("def late(): return 1.0\n")
+    assert changed_code(tmp_path) == [str(tmp_path / "own_rewards.py")]
 
 
 def test_a_changed_file_is_named(tmp_path: Path, checkout: Path):
