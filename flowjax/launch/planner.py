@@ -9,6 +9,7 @@ of the peak that such programs usually reach: good enough to tell layouts apart,
 import itertools
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,8 +210,10 @@ class Planner:
         most_bytes = self.gpu.memory_bytes * left
         if self._gpus(layout) > self.count or trainer_bytes > most_bytes:
             return None
-        cached_tokens = self._cached_tokens(layout)
-        if layout.replicas and cached_tokens < _LEAST_SEQUENCES * self._engine.max_model_tokens:
+        cached_tokens, sequence = self._cached_tokens(layout), self._engine.max_model_tokens
+        # A config may hold the cache to fewer sequences on purpose; without room for one no engine starts.
+        least = max(min(_LEAST_SEQUENCES * sequence, self._held_tokens(layout)), sequence)
+        if layout.replicas and cached_tokens < least:
             return None
         train_s, play_s = self._train_s(layout), self._play_s(layout, cached_tokens)
         # They overlap, except with staleness 0 (nothing is played while a batch is trained on) or on one shared GPU.
@@ -252,15 +255,23 @@ class Planner:
 
     def _cached_tokens(self, layout: RunLayout) -> int:
         """Tokens that the key-value cache of one engine holds, over all of its GPUs."""
-        size = cost.DTYPE_BYTES.get(self._engine.dtype, 2)
         per_gpu = self.gpu.memory_bytes * layout.gpu_memory_fraction - _ENGINE_BYTES
         per_gpu -= adapter_slots_bytes(self.run, self.policy.base, self.model, tensor_parallel=layout.tensor_parallel)
         left = per_gpu * layout.tensor_parallel - cost.served_bytes(
             self.model, self._engine.dtype, self._engine.quantize
         )
-        if given := self._engine.kv_cache_bytes:
-            left = min(left, given * layout.tensor_parallel)
-        return max(int(left / (2 * self.model.layers * self.model.kv_size * size)), 0)
+        return max(min(int(left / self._cached_bytes), self._held_tokens(layout)), 0)
+
+    def _held_tokens(self, layout: RunLayout) -> int:
+        """Tokens to which the config holds that cache."""
+        given = self._engine.kv_cache_bytes
+        return int(given * layout.tensor_parallel / self._cached_bytes) if given else sys.maxsize
+
+    @property
+    def _cached_bytes(self) -> int:
+        """Bytes of a token in the cache."""
+        size = cost.DTYPE_BYTES.get(self._engine.dtype, 2)
+        return 2 * self.model.layers * self.model.kv_size * size
 
     def _play_s(self, layout: RunLayout, cached_tokens: int) -> float:
         """Seconds of playing a step's episodes: prompts by matrix products, replies token by token.
@@ -348,6 +359,7 @@ def render(run: Run, machine: str) -> RenderableType:
         found = sorted([*found, recipe], key=lambda each: each.step_s)
     if not found:
         smaller = "" if planner.model.experts else ", or config.model.quantize='int8' for the trainer"
+        smaller += ", or more config.engine.kv_cache_bytes" * bool(planner.policy.base.engine.kv_cache_bytes)
         raise ConfigError(
             f"--plan={machine}: nothing fits {count} x {kind} of {GPUS[kind].memory_gib:.0f} GiB: take more or larger "
             f"GPUs, a smaller model or shorter config.trainer.row_tokens{smaller}"

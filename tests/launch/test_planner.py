@@ -107,6 +107,17 @@ def test_layouts_whose_cache_is_held_alike_are_one(gib: int, layouts: int, capsy
     assert ("held to 3 GiB by config.engine.kv_cache_bytes" in said) == bool(gib)
 
 
+@pytest.mark.parametrize("machine", ["1xL4", "1xH200"])
+def test_a_cache_that_the_config_holds_to_few_sequences_still_fits(machine: str, capsys, monkeypatch):
+    """Nothing fitted, it was said, and that larger GPUs were needed: the recipe's cache holds three sequences."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([f"--config={ROOT / 'configs/canvas.py'}:qwen3_0_6b", f"--plan={machine}"]) == 0
+    assert "held to 3 GiB by config.engine.kv_cache_bytes: raise it for more" in capsys.readouterr().out
+    flags = [f"--config.engine.kv_cache_bytes={GIB // 4}", f"--plan={machine}"]
+    assert main([f"--config={ROOT / 'configs/canvas.py'}:qwen3_0_6b", *flags]) == 2
+    assert "or more config.engine.kv_cache_bytes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("recipe", "machine", "flags", "said"),
     [
