@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ml_collections import ConfigDict
 
+from flowjax.config import ConfigError
 from flowjax.launch.checks import on_each_policy
 from flowjax.rollout.sidecar import adapter_slots, served_rank, tpu_chips
 from flowjax.run import Base, Policy, Run
@@ -311,8 +312,39 @@ def memory_plan(
         attention=settings.attention,
         quantize=settings.quantize,
         versions=versions,
+        moments=moments_of(policy, model, lora),
+        offload=trainer.offload_optimizer,
         **sizes,
     )
+
+
+def trained_shapes(model: "ModelConfig", lora: "Lora | None") -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays that a policy trains, by the names that `config.optimizer.rules` are matched against."""
+    from flowjax.models.decoder import base_specs
+    from flowjax.models.lora import adapter_specs
+
+    if lora is None:
+        outer = ("embedding", "final_norm", "lm_head")
+        specs = base_specs(model, "float32").items()
+        return {name if name in outer else f"layers/{name}": spec.shape for name, spec in specs}
+    adapters = adapter_specs(model, lora).items()
+    return {f"adapter/{target}/{part}": spec.shape for target, parts in adapters for part, spec in parts.items()}
+
+
+def moments_of(policy: Policy, model: "ModelConfig", lora: "Lora | None") -> float:
+    """Values that the policy's optimiser keeps for each value that is trained."""
+    import jax
+
+    from flowjax.trainer.optimizer import make_optimizer
+
+    shapes = trained_shapes(model, lora)
+    trained = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    try:
+        optimizer = make_optimizer(policy.optimizer, policy.optimizer.warmup_steps + 1, trained)
+    except ConfigError:  # which has a message of its own
+        return 2.0
+    kept = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(optimizer.init, trained)) if leaf.shape)
+    return kept / sum(leaf.size for leaf in trained.values())
 
 
 def adapter_slots_bytes(run: Run, base: Base, model: "ModelConfig", *, tensor_parallel: int) -> int:

@@ -27,7 +27,9 @@ from flowjax.launch.devices import (
     decoder_shape,
     memory_plan,
     memory_together,
+    moments_of,
     shown_axes,
+    trained_shapes,
 )
 from flowjax.launch.machine import unprepared
 from flowjax.launch.trial import check_algorithms, check_episode, check_tasks, fails
@@ -285,21 +287,15 @@ def _loss(loss: ConfigDict) -> None:
 
 def _rules(run: Run) -> None:
     """Check that the rules of each policy's optimiser match the names of the arrays that it trains."""
-    from flowjax.models.decoder import base_specs
-    from flowjax.models.lora import Lora, adapter_specs
+    from flowjax.models.lora import Lora
     from flowjax.trainer.optimizer import check_rules
 
     for policy in run.policies.values():
         model = decoder_shape(run, policy.base) if policy.base.model.path else None
         if model is None or not policy.optimizer.rules:
             continue
-        if policy.train == "full":
-            outer = ("embedding", "final_norm", "lm_head")
-            names = [name if name in outer else f"layers/{name}" for name in base_specs(model, "float32")]
-        else:
-            targets = adapter_specs(model, Lora(**policy.lora.to_dict()))
-            names = [f"adapter/{target}/{part}" for target, parts in targets.items() for part in parts]
-        check_rules(policy.optimizer.rules, names)
+        lora = Lora(**policy.lora.to_dict()) if policy.train == "lora" else None
+        check_rules(policy.optimizer.rules, list(trained_shapes(model, lora)))
 
 
 def _bases(run: Run, device_count: int, platform: str, plan: dict[str, Any]) -> Iterator[str]:
@@ -365,7 +361,7 @@ def _trained(run: Run, policy: Policy, mesh: Mapping[str, int] | None, on: str, 
     saved = plan["model"].setdefault("policies", {})[policy.name] = {
         "train": policy.train,
         "trained": trained,
-        "checkpoint_bytes": 3 * cost.FLOAT32 * trained,  # the weights and AdamW's two moments
+        "checkpoint_bytes": math.ceil((1 + moments_of(policy, model, lora)) * cost.FLOAT32 * trained),
         "adapter_bytes": cost.DTYPE_BYTES.get(policy.base.engine.dtype, 2) * trained,
     }
     copied = lora is None and trainer.processes == 1  # the engines' copy is all of a version between two checkpoints

@@ -37,6 +37,8 @@ def estimate(
     attention: str = "auto",
     quantize: str = "",
     versions: int = 0,
+    moments: float = 2.0,
+    offload: bool = False,
     data: int = 1,
     fsdp: int = 1,
     tensor: int = 1,
@@ -53,6 +55,8 @@ def estimate(
             fused form, which keeps no scores in memory.
         quantize: how the base's matrices are stored (`models.quantize`).
         versions: of the trained weights that are kept beside the newest, to compare log-probabilities with.
+        moments: values that the optimiser keeps for each trained one; AdamW's are two.
+        offload: these are on the host between updates, so that the device has room for passes or for them.
         data, fsdp, tensor, expert, sequence: sizes of the mesh.
 
     Arrays are counted as they are laid out. `activations` are kept of all layers for the backward pass; `working` is
@@ -84,15 +88,18 @@ def estimate(
     if attention == "xla" or size == FLOAT32 or tokens < FUSED_FROM_TOKENS:
         block = min(part.tokens, default_block_tokens(part.tokens))
         layer += 2 * part.rows * math.ceil(config.heads / tensor) * block * tokens * (FLOAT32 + size)
+    activations = config.layers * _kept_bytes(config, part, remat)
+    working = max(head, layer) + _turned_bytes(config, size, shards, shards // tensor)
+    kept = math.ceil(moments * trained)
     return {
         "base": base * size - saved_bytes(config, quantize, size) // shards,
         "float32_weights": 0 if lora or size == FLOAT32 else trained,
         "adapter": FLOAT32 * adapter,
         "gradients": trained,
-        "moments": 2 * trained,
+        "moments": max(kept - activations - working, 0) if offload else kept,
         "versions": versions * trained,
-        "activations": config.layers * _kept_bytes(config, part, remat),
-        "working": max(head, layer) + _turned_bytes(config, size, shards, shards // tensor),
+        "activations": activations,
+        "working": working,
     }
 
 

@@ -10,7 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from configs import canvas, code, search, sokoban
 from configs.math_pair import get_config
@@ -19,12 +22,15 @@ from flowjax.envs import WorldError
 from flowjax.envs.sokoban import Sokoban
 from flowjax.grading import sandbox
 from flowjax.launch import preflight, probe
-from flowjax.launch.devices import Devices
+from flowjax.launch.devices import Devices, moments_of
 from flowjax.launch.probe import inspect_run, notes_on_tasks
 from flowjax.models.config import hf_config, known_shape
+from flowjax.models.decoder import Decoder
+from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import build_tokenizer, nano_config
 from flowjax.models.shape import Experts
 from flowjax.run import resolve
+from flowjax.trainer.optimizer import make_optimizer
 from flowjax.workflows import declared, episode_outcomes, outcomes_of, single
 
 
@@ -290,6 +296,26 @@ def test_a_tokenizer_that_no_prompt_can_be_made_with_is_refused(tmp_path: Path):
     assert f"the tokenizer in config.model.path {tmp_path} has no chat_template: use a chat model's tokenizer" in (
         problems(**named)
     )
+
+
+_STILL = (("embedding|q_proj", {}), (".*", {"frozen": True}))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("way", ["lora", "full"])
+@pytest.mark.parametrize("rules", [(), (("norm", {"weight_decay": 0.0}), (".*", {})), _STILL])
+def test_what_an_optimiser_keeps_is_planned_as_it_keeps_it(name: str, way: str, rules: tuple):
+    """Two moments were planned for each value, also with SGD and of frozen arrays, and launches refused for the disk."""
+    config = sokoban.get_config("nano")
+    config.policy.train, config.optimizer.name, config.optimizer.rules = way, name, rules
+    run = resolve(config)
+    (policy,), model = run.policies.values(), nano_config(64, **config.model.nano)
+    lora = Lora(**policy.lora.to_dict()) if way == "lora" else None
+    decoder = nnx.eval_shape(lambda: Decoder(model, lora=lora, dtype=jnp.float32, key=jax.random.key(0)))
+    _, trained, _ = nnx.split(decoder, LoraParam if lora else nnx.Param, ...)
+    kept = jax.eval_shape(make_optimizer(policy.optimizer, 1000, trained).init, trained)
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.ndim) for tree in (kept, trained)]
+    assert moments_of(policy, model, lora) == pytest.approx(sizes[0] / sizes[1])
 
 
 def test_every_policy_of_a_trainer_is_planned_and_checked():

@@ -46,6 +46,10 @@ def test_arrays_are_counted_exactly():
     assert parts["moments"] == 2 * _bytes(adapter)
     full = estimate(CONFIG, None, **SIZES)
     assert (full["adapter"], full["gradients"]) == (0, _bytes(base))
+    assert estimate(CONFIG, None, **SIZES, moments=0.5)["moments"] == _bytes(base) / 2
+    offloaded = estimate(CONFIG, LORA, **SIZES, moments=1e4, offload=True)  # during an update nothing of a pass is left
+    assert offloaded["moments"] + offloaded["activations"] + offloaded["working"] == 1e4 * _bytes(adapter)
+    assert estimate(CONFIG, LORA, **SIZES, offload=True)["moments"] == 0
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "layer"])
