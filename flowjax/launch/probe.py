@@ -31,7 +31,7 @@ from flowjax.launch.devices import (
     shown_axes,
     trained_shapes,
 )
-from flowjax.launch.machine import unprepared
+from flowjax.launch.machine import check_model, unprepared
 from flowjax.launch.trial import check_algorithms, check_episode, check_tasks, fails
 from flowjax.rollout.sidecar import unserved_targets, unserved_windows
 from flowjax.run import ONLY_AGENT, Base, Policy, Run, resolve
@@ -300,6 +300,7 @@ def _rules(run: Run) -> None:
 
 def _bases(run: Run, device_count: int, platform: str, plan: dict[str, Any]) -> Iterator[str]:
     """Sizes of each base model and of the policies on it, into `plan`; yields what does not divide over the mesh."""
+    from flowjax.models.hf import check_weights
     from flowjax.models.sharding import resolve_mesh
 
     mesh = resolve_mesh(run.config.mesh.to_dict(), device_count) if "mesh" in plan else None  # it is known, and fits
@@ -307,6 +308,9 @@ def _bases(run: Run, device_count: int, platform: str, plan: dict[str, Any]) -> 
     for name, base in run.bases.items():
         part = parts[name] = {}
         said = _messages(_served, run, base, part)
+        there = (Path(base.model.path) / "config.json").exists() and not check_model(base)
+        if there and run.trains and run.policies_on(name):
+            said += _messages(check_weights, Path(base.model.path))
         memory = []
         for policy in run.policies_on(name).values():
             said += _messages(_trained, run, policy, mesh, platform, part)

@@ -106,7 +106,10 @@ class TensorFolder:
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            files = json.loads(index.read_text())["weight_map"]
+            try:
+                files = dict(json.loads(index.read_text())["weight_map"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise ModelError(f"{index} cannot be read ({error}): download it again") from error
         else:
             paths = sorted(folder.glob("*.safetensors"))
             if not paths:
@@ -199,6 +202,16 @@ def load_decoder(
             for part, array in parts.items():
                 decoder.adapter[target][part].set_value(array)
     return decoder
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a folder that `load_decoder` would refuse. Reads its config.json and the heads of its safetensors files.
+
+    Raises:
+        ModelError: see `load_decoder`.
+    """
+    config = read_config(folder)
+    _check_tensors(TensorFolder(folder), base_specs(config, jnp.float32), config)
 
 
 def _check_tensors(tensors: TensorFolder, specs: dict[str, ParamSpec], config: ModelConfig) -> None:

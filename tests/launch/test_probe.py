@@ -305,7 +305,7 @@ _STILL = (("embedding|q_proj", {}), (".*", {"frozen": True}))
 @pytest.mark.parametrize("way", ["lora", "full"])
 @pytest.mark.parametrize("rules", [(), (("norm", {"weight_decay": 0.0}), (".*", {})), _STILL])
 def test_what_an_optimiser_keeps_is_planned_as_it_keeps_it(name: str, way: str, rules: tuple):
-    """Two moments were planned for each value, also with SGD and of frozen arrays, and launches refused for the disk."""
+    """Two moments were planned for each value, also with SGD or of frozen arrays; launches were refused for it."""
     config = sokoban.get_config("nano")
     config.policy.train, config.optimizer.name, config.optimizer.rules = way, name, rules
     run = resolve(config)
@@ -341,6 +341,18 @@ def test_a_nodes_gpus_need_not_fit_the_trainers_mesh():
     assert (
         found["problems"] == [] and found["plan"]["bases"]["base"]["model"]["policies"]["solver"]["adapter_bytes"] > 0
     )
+
+
+def test_a_base_that_its_trainer_could_not_load_is_refused(tmp_path: Path):
+    """A dry run passed, the engine started, and the trainer ended and was started again."""
+    config = sokoban.get_config("nano")
+    config.model.path = str(tmp_path)
+    build_tokenizer(("up", "down"), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(nano_config(64, **config.model.nano), "float32")))
+    (tmp_path / "model.safetensors").write_bytes(b"cut short")
+    assert any("model.safetensors cannot be read" in text for text in inspect_run(resolve(config), 1, None)["problems"])
+    config.elsewhere = ("trainer",)
+    assert "safetensors" not in str(inspect_run(resolve(config), 1, None)["problems"])
 
 
 def test_servers_that_the_worlds_ask_are_for_those_who_play():

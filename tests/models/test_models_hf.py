@@ -15,7 +15,7 @@ from tiny_models import TINY, hf_logprobs, logprobs, make_hf_folder, randomise_a
 from transformers import AutoModelForCausalLM
 
 from flowjax.models import hf
-from flowjax.models.hf import load_decoder, save_decoder, save_int8
+from flowjax.models.hf import check_weights, load_decoder, save_decoder, save_int8
 from flowjax.models.lora import Lora, adapter_arrays, adapter_from_peft, peft_tensors
 from flowjax.models.shape import Experts, ModelError
 from flowjax.weights.hand_over import peft_config
@@ -194,6 +194,20 @@ def test_file_of_an_index_is_missing(qwen3):
     (qwen3 / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"model-00001-of-00002.safetensors cannot be read .*: download it again"):
         load_decoder(qwen3)
+
+
+def test_an_index_that_is_cut_short(qwen3):
+    """It was a trace of the JSON reader, in the trainer, after the engine had started."""
+    (qwen3 / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head')
+    with pytest.raises(ModelError, match=r"index.json cannot be read .*: download it again"):
+        check_weights(qwen3)
+
+
+def test_what_would_not_load_is_refused_without_loading_it(qwen3):
+    check_weights(qwen3)
+    _edit(qwen3, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.weight_scale": np.ones(4, np.float32)}))
+    with pytest.raises(ModelError, match="weight_scale: adapters must be merged, and quantised models are not"):
+        check_weights(qwen3)
 
 
 def test_truncated_file(qwen3):
