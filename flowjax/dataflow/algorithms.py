@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import typing
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -136,17 +137,17 @@ class Algorithm:
 
     def state(self) -> dict[str, Any]:
         """State that must survive a restart of the process, by name of the attribute: numbers, strings, lists, and maps
-        of them, whose keys are numbers or strings. All of it is written down after every group, except that only the
-        changed rows of a `flowjax.dataflow.algorithms.Table` are."""
+        of them, whose keys are numbers or strings; a deque, if nothing holds it. All of it is written down after every
+        group, except that only the changed rows of a `flowjax.dataflow.algorithms.Table` are."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the attributes to what `state` returned before the restart."""
         for name, value in state.items():
             before = getattr(self, name, None)
-            if isinstance(before, dict) and type(before) is not dict:  # a defaultdict or Counter is read as dict
+            if isinstance(before, dict | set | deque) and type(before) is not dict:  # these are read as maps and lists
                 before.clear()
-                before.update(value)
+                (before.extend if isinstance(before, deque) else before.update)(value)
             else:
                 setattr(self, name, value)
 
@@ -361,7 +362,8 @@ class Chain:
                 if not isinstance(key, str | int | float | np.integer):  # a tuple would come back as a list
                     raise TypeError(f"{attribute} has the key {key!r}: let keys be numbers or strings")
                 rows.append((name, attribute, _pack(key), _pack(table[key]) if key in table else None))
-        whole = {attribute: value for attribute, value in state.items() if attribute not in tables}
+        plain = {attribute: value for attribute, value in state.items() if attribute not in tables}
+        whole = {attribute: list(value) if isinstance(value, deque) else value for attribute, value in plain.items()}
         whole |= {_TABLES: sorted(tables)} if tables else {}
         packed, algorithm = _pack(whole), self.by_name[name]
         if type(algorithm).restore is Algorithm.restore:

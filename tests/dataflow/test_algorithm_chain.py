@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from enum import StrEnum
 from pathlib import Path
 
@@ -331,6 +331,23 @@ def test_rows_that_a_table_began_with_are_kept_over_a_restart_until_they_are_del
     second.table.clear()
     restarted(chain, ledger, third)
     assert isinstance(third.table, Table) and dict(third.table) == {}
+
+
+@pytest.mark.parametrize("written", [list, lambda found: found])
+def test_a_window_keeps_its_length_over_a_restart(written):
+    class Window(Algorithm):
+        def __init__(self):
+            self.newest, self.seen = deque([0.5], maxlen=2), set()
+
+        def state(self):
+            return {"newest": written(self.newest), "seen": sorted(self.seen)}
+
+    first, second = Window(), Window()
+    first.newest.extend([1, 2, 3])
+    first.seen.add("t")
+    restarted(Chain({"mine": first}), {}, second)
+    second.newest.append(4)
+    assert second.newest == deque([3, 4]) and second.newest.maxlen == 2 and second.seen == {"t"}
 
 
 def test_what_one_write_refused_is_not_learnt_again_after_another():
