@@ -21,6 +21,7 @@ from flowjax.canvas.backends import Completion, Request
 from flowjax.canvas.values import Usage
 from flowjax.config import task_options
 from flowjax.dataflow.algorithms import AlgorithmError, Candidate, Chain, Result, build_algorithms
+from flowjax.dataflow.built_in_algorithms import unknown_fields
 from flowjax.envs import (
     EnvDied,
     Message,
@@ -380,8 +381,9 @@ class _Questions:
 
 def check_algorithms(run: Run) -> Iterator[str]:
     """Ask a user's own data algorithms about the first tasks, with results that are made up; then new objects that have
-    got the states of these, about the same tasks and others. What fails here would end the run, or every resume of
-    it."""
+    got the states of these, about the same tasks and others. What fails here would end the run, or every resume of it.
+    Of those of all kinds, `deduplicate` has to name fields that tasks have."""
+    yield from () if run.is_evaluation else unknown_fields(run.config)
     if all("path" not in options for options in run.config.dataflow.algorithms.values()) or run.is_evaluation:
         return
     asked, members = _Questions(), run.config.rollout.group_size

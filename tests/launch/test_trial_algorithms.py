@@ -186,6 +186,19 @@ def test_groups_are_whole_where_a_run_drops_the_others(config, settings):
     assert found(config, f"{__name__}:Last") == []
 
 
+def test_fields_that_no_task_has_are_refused(config):
+    config.dataflow.algorithms = {"deduplicate": {"fields": ["board"]}}
+    (problem,) = trial.check_algorithms(resolve(config))
+    assert "has 'board'; they have level: name one" in problem
+    config.env.name, config.env.options = "flowjax.envs.math:Math", {}
+    config.dataflow.algorithms = {"deduplicate": {"fields": ["qestion", "answer"]}}
+    (problem,) = trial.check_algorithms(resolve(config))
+    assert "deduplicate.fields is ('qestion', 'answer'), but the payload of no task has 'qestion'" in problem
+    assert "(did you mean 'question'?)" in problem
+    config.dataflow.algorithms = {"deduplicate": {"fields": ["question"]}}
+    assert list(trial.check_algorithms(resolve(config))) == []
+
+
 def test_the_probe_asks_them(config, monkeypatch):
     config.dataflow.algorithms = {"mine": {"path": f"{__name__}:Numbered"}}
     request = {"config": config.to_dict(), "devices": 1, "checkpoints": None, "platform": "cpu"}
