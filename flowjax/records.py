@@ -334,7 +334,7 @@ LONGEST_SHOWN = 24 * 1024  # characters of a turn's `shown`, which is ASCII
 _LONGEST = {"error": 10_000, "shown": LONGEST_SHOWN}
 _MOST_OUTCOMES = 1000  # names in one outcome
 _MOST_COMMITS = 1000  # versions of a policy in one episode; each is looked up on the disk
-_LARGEST_NUMBER = 1e9  # of rewards and outcomes: their squares and sums stay finite in float32
+LARGEST_NUMBER = 1e9  # of rewards and outcomes: their squares and sums stay finite in float32
 _LOGPROB_SLACK = 1e-3  # above 0, for a sampler's rounding
 _LEAST_LOGPROB = -1000.0  # below any that is sampled in practice; its square and differences stay finite in float32
 
@@ -353,7 +353,7 @@ _TURN_FIELDS = {
     "shown": _TEXT,
 }
 _NAMES = {"group_id": _TEXT, "task_id": _TEXT, "seed": _INTEGER, "status": _TEXT, "error": _TEXT}
-_SIZE = f"at most {_LARGEST_NUMBER:g} from 0"
+_SIZE = f"at most {LARGEST_NUMBER:g} from 0"
 _KINDS = {
     _TEXT: "a string",
     _INTEGER: "a whole number",
@@ -572,7 +572,7 @@ def _can_be_sent(text: str) -> bool:
 
 
 def _usable(value: Any) -> bool:
-    return math.isfinite(value) and abs(value) <= _LARGEST_NUMBER
+    return math.isfinite(value) and abs(value) <= LARGEST_NUMBER
 
 
 def _check_status(status: str, where: str) -> None:

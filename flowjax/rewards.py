@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Real
 
 from flowjax.fields import Interval, declared_types, load_named, nearest, option_problems
-from flowjax.records import COUNTED_STATUSES, Group, Trajectory, Turn
+from flowjax.records import COUNTED_STATUSES, LARGEST_NUMBER, Group, Trajectory, Turn
 
 Component = Callable[..., Float[Array, "trajectories"]]
 _RELEASE_SLACK = 1e-6  # of the canvas's structure: the default weights may add up to just below 1
@@ -80,7 +80,7 @@ def trajectory_scores(
     outcomes = _gather_outcomes(kept, sorted({name for part in parts.values() for name in part.outcomes}))
     functions = tuple((name, part.function, tuple(part.outcomes)) for name, part in parts.items())
     values = _values(functions, outcomes, {name: part.options for name, part in parts.items()})
-    _check_finite(values, kept)
+    _check_finite(values, [f"trajectory {trajectory.trajectory_id!r}" for trajectory in kept])
     # In float64, and a rest that is rounding alone, where components cancel, is set to 0. Estimators treat scores as
     # equal that differ by a tiny share of their size: near 0 even rounding is more, and would pass for a difference.
     weighted = [part.weight * np.asarray(values[name], np.float64) for name, part in parts.items()]
@@ -130,13 +130,14 @@ def _outcome(trajectory: Trajectory, name: str) -> float:
     )
 
 
-def _check_finite(values: Mapping[str, Array], trajectories: Sequence[Trajectory]) -> None:
+def _check_finite(values: Mapping[str, Array], episodes: Sequence[str]) -> None:
+    """Raise RewardError where a component gives no finite number for one of these."""
     for name, value in values.items():
-        for trajectory, number in zip(trajectories, np.asarray(value), strict=True):
+        for episode, number in zip(episodes, np.asarray(value), strict=True):
             if not np.isfinite(number):
                 raise RewardError(
-                    f"config.reward.components.{name} gives {number} for trajectory {trajectory.trajectory_id!r}: "
-                    "give a finite number for every outcome, as with jnp.where and a divisor that is never 0"
+                    f"config.reward.components.{name} gives {number} for {episode}: give a finite number for every "
+                    "outcome, as with jnp.where and a divisor that is never 0"
                 )
 
 
@@ -182,6 +183,8 @@ def check_reward(components: Components, world_outcomes: Sequence[str], world: s
                     "another. Rewards read these numbers of an episode, no texts"
                 )
         _check_traced(component, part)
+        if set(part.outcomes) <= {"success", *_DERIVED.keys() - set(world_outcomes)}:
+            _check_values(component, part)
         if part.function is canvas:
             _check_release(component, part)
 
@@ -213,6 +216,28 @@ def _check_traced(name: str, part: _Part) -> None:
             f"config.reward.components.{name} {why}: give a function of jax.numpy arrays to one number per trajectory; "
             "its options are numbers or switches, which are traced like them, so that `if` takes neither"
         )
+
+
+def _check_values(name: str, part: _Part) -> None:
+    """Raise RewardError where groups all lost, all won or of both have no score, or one that no credit can be given
+    for, as far as worlds have their outcomes alike."""
+    turns = np.array([1, 2, 3], np.float32)
+    for won in np.array([[0, 0, 0], [1, 1, 1], [0, 1, 0]], np.float32):
+        known = {"success": won, "env_return": won, "turns": turns, "invalid_actions": turns * (1 - won)}
+        known |= {"sampled_tokens": 8 * turns, "longest_reply_tokens": np.full_like(turns, 8)}
+        arrays = {outcome: known[outcome] for outcome in part.outcomes}
+        read = [", ".join(f"{outcome} = {value[row]:g}" for outcome, value in arrays.items()) for row in range(3)]
+        three = "three with success " + ", ".join(f"{each:g}" for each in won)
+        episodes = [f"an episode with {text}, of {three}" for text in read]
+        # One program for all three: their shapes are the same.
+        values = _values(((name, part.function, tuple(part.outcomes)),), arrays, {name: part.options})
+        _check_finite(values, episodes)
+        for episode, number in zip(episodes, part.weight * np.asarray(values[name], np.float64), strict=True):
+            if abs(number) > LARGEST_NUMBER:
+                raise RewardError(
+                    f"config.reward.components.{name} gives {number:g} with its weight for {episode}, beyond "
+                    f"{LARGEST_NUMBER:g}, for which no credit can be given: scale it"
+                )
 
 
 def _parts(components: Components) -> dict[str, _Part]:

@@ -108,6 +108,49 @@ def test_a_component_that_fails_without_a_word_is_named():
         check_reward({"mine": {"weight": 1.0, "path": "tests.test_rewards:silent"}}, ["success"], "a world")
 
 
+@pytest.mark.parametrize(
+    ("component", "given"),
+    [
+        ({"path": f"{__name__}:over_itself"}, "nan for an episode with success = 0, sampled_tokens = 8, of three with"),
+        ({"path": f"{__name__}:of_spread"}, "nan for an episode with success = 0, of three with success 0, 0, 0: give"),
+        ({"path": f"{__name__}:of_valid"}, "inf for an episode with turns = 1, invalid_actions = 1, of three with"),
+        (
+            {"path": f"{__name__}:doubled", "weight": -1e12},
+            r"-2e\+12 with its weight for an episode with success = 1, of .*, beyond 1e\+09, for which no credit",
+        ),
+    ],
+)
+def test_a_component_that_most_episodes_get_no_credit_by_is_refused(component, given):
+    with pytest.raises(RewardError, match=f"config.reward.components.mine gives {given}"):
+        check_reward({"success": 1.0, "mine": component}, ["success"], "a world")
+
+
+def over_itself(success, sampled_tokens):
+    return success / success
+
+
+def of_spread(success):
+    return (success - success.mean()) / success.std()
+
+
+def of_valid(turns, invalid_actions):
+    return 1 / (turns - invalid_actions)
+
+
+def test_only_outcomes_that_every_world_has_alike_are_made_up():
+    for path in ("inverse", "over_turns", "of_won"):
+        check_reward({"mine": {"path": f"{__name__}:{path}"}}, ["boxes", "success"], "a world")
+    check_reward({"mine": {"path": f"{__name__}:of_valid"}}, ["turns"], "a world that counts turns otherwise")
+
+
+def over_turns(success, turns, sampled_tokens):
+    return success / turns / sampled_tokens
+
+
+def of_won(success, turns, invalid_actions):
+    return jnp.where(success > 0.5, 1 / (turns - invalid_actions), 0.0)
+
+
 def silent(success):
     raise AssertionError
 

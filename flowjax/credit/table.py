@@ -13,12 +13,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from flowjax.fields import Interval
-from flowjax.records import COUNTED_STATUSES, Group
+from flowjax.records import COUNTED_STATUSES, LARGEST_NUMBER, Group
 
 # Rows of a padded table. Every estimator is compiled once for each size, so there are few: each four times the one
 # before.
 SMALLEST_TABLE, TABLE_GROWTH = 256, 4
-_LARGEST_SCORE = 1e9  # float32 holds its square, and sums of many
 
 
 class TableError(ValueError):
@@ -267,8 +266,8 @@ def _check_numbers(columns: Mapping[str, np.ndarray]) -> None:
         numbers = columns[name].astype(np.float64)
         for row in np.flatnonzero(~np.isfinite(numbers))[:1]:
             raise TableError(f"column {name}, row {row}: {columns[name][row]} is not a finite number")
-        for row in np.flatnonzero(np.abs(numbers) > _LARGEST_SCORE)[:1]:
-            raise TableError(f"column {name}, row {row}: {columns[name][row]} is beyond {_LARGEST_SCORE:g}: scale it")
+        for row in np.flatnonzero(np.abs(numbers) > LARGEST_NUMBER)[:1]:
+            raise TableError(f"column {name}, row {row}: {columns[name][row]} is beyond {LARGEST_NUMBER:g}: scale it")
     _check_agree(columns, "trajectory", ("group", "episode", "score", "mask"))
     _check_agree(columns, "episode", ("group",))
 

@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import typing
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 # A changed row as the ledger keeps it: algorithm, table ("": all that is in no table), key, value (None: deleted).
 StateRow = tuple[str, str, bytes, bytes | None]
+_TABLES = ""  # in a state as written, the names of its tables: one that has no rows is restored, too
 
 BUILT_IN = {
     "dynamic_sampling": "flowjax.dataflow.built_in_algorithms:DynamicSampling",
@@ -135,17 +137,17 @@ class Algorithm:
 
     def state(self) -> dict[str, Any]:
         """State that must survive a restart of the process, by name of the attribute: numbers, strings, lists, and maps
-        of them, whose keys are numbers or strings. All of it is written down after every group, except that only the
-        changed rows of a `flowjax.dataflow.algorithms.Table` are."""
+        of them, whose keys are numbers or strings; a deque, if nothing holds it. All of it is written down after every
+        group, except that only the changed rows of a `flowjax.dataflow.algorithms.Table` are."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the attributes to what `state` returned before the restart."""
         for name, value in state.items():
             before = getattr(self, name, None)
-            if isinstance(before, dict) and type(before) is not dict:  # a defaultdict or Counter is read as dict
+            if isinstance(before, dict | set | deque) and type(before) is not dict:  # these are read as maps and lists
                 before.clear()
-                before.update(value)
+                (before.extend if isinstance(before, deque) else before.update)(value)
             else:
                 setattr(self, name, value)
 
@@ -159,7 +161,7 @@ class Table(MutableMapping[K, V]):
 
     def __init__(self, rows: Mapping[K, V] | None = None):
         self._rows = dict(rows or {})
-        self.changed: set[K] = set()  # keys put in or taken out since it was last written down
+        self.changed = set(self._rows)  # keys put in or taken out since it was last written down
 
     def __getitem__(self, key: K) -> V:
         return self._rows[key]
@@ -204,9 +206,8 @@ def build_algorithms(config: ConfigDict) -> dict[str, Algorithm]:
     Raises:
         ConfigError: there is no such algorithm, it has no such option, or the run's groups are too small for it.
     """
-    algorithms = {
-        name: _build(name, options.to_dict(), config.seed) for name, options in config.dataflow.algorithms.items()
-    }
+    named = config.dataflow.algorithms.items()
+    algorithms = {name: _build(name, options.to_dict(), config.seed) for name, options in named}
     for name, algorithm in algorithms.items():
         members, least = config.rollout.group_size, algorithm.least_group_size
         if members < least:
@@ -352,6 +353,7 @@ class Chain:
     def _packed(self, name: str, state: Mapping[str, Any]) -> tuple[bytes, list[StateRow]]:
         """An algorithm's state without its tables, and the rows of these that have changed."""
         tables = {attribute: value for attribute, value in state.items() if isinstance(value, Table)}
+        rows: list[StateRow] = []
         for attribute, table in tables.items():
             # The rows of the earlier Table would stay in the ledger: only that Table knows which keys to delete.
             if self._tables.setdefault((name, attribute), table) is not table:
@@ -359,12 +361,10 @@ class Chain:
             for key in table.changed:
                 if not isinstance(key, str | int | float | np.integer):  # a tuple would come back as a list
                     raise TypeError(f"{attribute} has the key {key!r}: let keys be numbers or strings")
-        whole = {attribute: value for attribute, value in state.items() if attribute not in tables}
-        rows = [
-            (name, attribute, _pack(key), _pack(table[key]) if key in table else None)
-            for attribute, table in tables.items()
-            for key in table.changed
-        ]
+                rows.append((name, attribute, _pack(key), _pack(table[key]) if key in table else None))
+        plain = {attribute: value for attribute, value in state.items() if attribute not in tables}
+        whole = {attribute: list(value) if isinstance(value, deque) else value for attribute, value in plain.items()}
+        whole |= {_TABLES: sorted(tables)} if tables else {}
         packed, algorithm = _pack(whole), self.by_name[name]
         if type(algorithm).restore is Algorithm.restore:
             for attribute in (each for each in state if not hasattr(algorithm, each)):
@@ -400,17 +400,17 @@ def _states(written: Iterable[StateRow]) -> dict[str, dict[str, Any]]:
         value = copy.deepcopy(unpack(packed or b""))  # arrays are read-only as they are read
         rows, place = (tables.setdefault((name, attribute), {}), unpack(key)) if attribute else (states, name)
         rows[place] = value
+    for name, state in states.items():
+        for attribute in state.pop(_TABLES, ()):
+            tables.setdefault((name, attribute), {})
     for (name, attribute), rows in tables.items():
-        states[name][attribute] = Table(rows)
+        states[name][attribute] = table = Table(rows)
+        table.changed.clear()  # they are written down
     return states
 
 
 def _pack(state: Any) -> bytes:
-    """The state as bytes that can be read again.
-
-    Raises:
-        TypeError: it holds something that msgpack cannot write, or would not read back.
-    """
+    """The state as bytes; TypeError where it holds something that msgpack cannot write, or would not read back."""
     try:
         if (key := unreadable_key(state)) is not None:
             raise TypeError(f"it has a map with the key {key!r}")

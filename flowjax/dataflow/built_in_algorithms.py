@@ -7,17 +7,31 @@ If the config names no order, a batch takes groups in the order of tasks. An ord
 groups that a replay before it in the chain has put in front stay there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
+from ml_collections import ConfigDict
 
-from flowjax.dataflow.algorithms import Algorithm, Candidate, Result, Table, fresh_groups, share_of, task_name
-from flowjax.dataflow.tasks import written
+from flowjax.config import task_options
+from flowjax.dataflow.algorithms import (
+    Algorithm,
+    Candidate,
+    Result,
+    Table,
+    build_algorithms,
+    fresh_groups,
+    share_of,
+    task_name,
+)
+from flowjax.dataflow.tasks import task_at, written
+from flowjax.envs import find_world
+from flowjax.fields import nearest, shown
 from flowjax.records import Task, state_key
 
 EASY, HARD = "easy", "hard"
+_FIRST_TASKS = 16  # of each source, whose payloads are read
 
 
 class SkipSolved(Algorithm):
@@ -279,7 +293,7 @@ class Deduplicate(Algorithm):
 
     def __init__(self, *, seed: int, fields: Sequence[str] = (), once: bool = False):
         del seed
-        self._fields, self._once = tuple(fields), once
+        self.fields, self._once = tuple(fields), once
         self._played: Table[int, int] = Table()  # hash of the content -> hash of the task's name
 
     def choose(self, task: Task, position: int) -> bool:
@@ -292,7 +306,7 @@ class Deduplicate(Algorithm):
         self._played.setdefault(self._content(task), state_key(task_name(task)))
 
     def _content(self, task: Task) -> int:
-        content = {name: task.payload[name] for name in self._fields if name in task.payload} or task.payload
+        content = {name: task.payload[name] for name in self.fields if name in task.payload} or task.payload
         return state_key(task.world, *_written(content or {"seed": task.seed, "source": task.source}))
 
     def state(self) -> dict[str, Table[int, int]]:
@@ -300,6 +314,22 @@ class Deduplicate(Algorithm):
 
     def metrics(self) -> dict[str, float]:
         return {"distinct_tasks": len(self._played)}
+
+
+def unknown_fields(config: ConfigDict) -> Iterator[str]:
+    """Messages on fields to compare that no payload of the first tasks has: without one, whole payloads would be."""
+    asked = {name: each for name, each in build_algorithms(config).items() if isinstance(each, Deduplicate)}
+    known = set[str]()
+    for source in config.env.sources or ("",) if any(each.fields for each in asked.values()) else ():
+        world = find_world(config.env.name)(**task_options(config, source))
+        tasks = world.tasks("train", config.env.data_seed)
+        known.update(*(task_at(tasks, index).payload for index in range(min(_FIRST_TASKS, len(tasks)))))
+    for name, field in ((name, field) for name, each in asked.items() for field in each.fields if field not in known):
+        yield (
+            f"config.dataflow.algorithms.{name}.fields is {shown(asked[name].fields)}, but the payload of no task has "
+            f"{field!r}{nearest(field, known)}; they have {', '.join(sorted(map(str, known))) or 'nothing'}: name one "
+            "of these, or leave fields out to compare whole payloads"
+        )
 
 
 def _written(content: Mapping[str, Any]) -> list[str]:

@@ -30,6 +30,7 @@ def check_config(config: ConfigDict) -> list[str]:
         rules = [
             *on_each_base(run, lambda base: [*_engines(base), *_served_lengths(run, base)]),
             *on_each_policy(run, lambda policy: [*_batches(run, policy), *_training(run, policy), *_cut(run, policy)]),
+            *on_each_policy(run, lambda policy: _overlong(run, policy)),
             *_data_algorithms(run),
             *_episodes(run),
             *_bases(run),
@@ -209,6 +210,20 @@ def _batches(run: Run, policy: Policy) -> Iterator[str]:
         )
     if not policy.reward.components:
         yield "config.reward.components is empty: name at least one, for example {'success': 1.0}"
+
+
+def _overlong(run: Run, policy: Policy) -> Iterator[str]:
+    """A component for long replies that no reply is long enough for."""
+    given, most = policy.reward.components.get("overlong"), run.config.rollout.max_new_tokens
+    if not isinstance(given, ConfigDict) or "path" in given:
+        return
+    limit, buffer = given.get("limit_tokens"), given.get("buffer_tokens")
+    if isinstance(limit, int | float) and isinstance(buffer, int | float) and limit - buffer >= most:
+        yield (
+            f"config.reward.components.overlong.limit_tokens is {limit} and its buffer_tokens {buffer}, so that "
+            f"replies of more than {limit - buffer} tokens cost something, but none is longer than "
+            f"config.rollout.max_new_tokens, {most}: lower limit_tokens to {most}"
+        )
 
 
 def _training(run: Run, policy: Policy) -> Iterator[str]:

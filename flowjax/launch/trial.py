@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,8 @@ from ml_collections import ConfigDict
 from flowjax.canvas.backends import Completion, Request
 from flowjax.canvas.values import Usage
 from flowjax.config import task_options
-from flowjax.dataflow.algorithms import AlgorithmError, Candidate, Chain, Result, StateRow, build_algorithms
+from flowjax.dataflow.algorithms import AlgorithmError, Candidate, Chain, Result, build_algorithms
+from flowjax.dataflow.built_in_algorithms import unknown_fields
 from flowjax.envs import (
     EnvDied,
     Message,
@@ -379,28 +380,36 @@ _MOST_REFUSED = 64  # tasks in a row
 
 @dataclass
 class _Questions:
-    """Progress of the questions to data algorithms: the next position, the tasks that they chose, the last rewards."""
+    """Progress of the questions to data algorithms: the next position, the tasks that they chose, the last rewards, and
+    their states as a ledger would have them."""
 
     position: int = 0
     tasks: list[Task] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    written: dict[tuple[str, str, bytes], bytes | None] = field(default_factory=dict)
+
+    def write(self, chain: Chain, hook: str, key: Hashable) -> None:
+        """Write down what a hook's answers have changed, as a run does after each."""
+        with chain.state_changes(hook, key) as changes:
+            self.written |= {(name, attribute, place): value for name, attribute, place, value in changes}
 
 
 def check_algorithms(run: Run) -> Iterator[str]:
     """Ask a user's own data algorithms about the first tasks, with results that are made up; then new objects that have
-    got the states of these, about the same tasks and others. What fails here would end the run, or every resume of
-    it."""
+    got the states of these, about the same tasks and others. What fails here would end the run, or every resume of it.
+    Of those of all kinds, `deduplicate` has to name fields that tasks have."""
+    yield from () if run.is_evaluation else unknown_fields(run.config)
     if all("path" not in options for options in run.config.dataflow.algorithms.values()) or run.is_evaluation:
         return
-    written, asked = list[StateRow](), _Questions()
+    asked, members = _Questions(), run.config.rollout.group_size
     for when in ("", ", once its state is restored, as plain maps and lists"):
         try:
-            chain = Chain(build_algorithms(run.config), written)
-            _ask(run, chain, asked)
-            with chain.state_changes() as changes:
-                written = [row for row in changes if row[-1] is not None]
+            written = [(*place, value) for place, value in asked.written.items() if value is not None]
+            _ask(run, Chain(build_algorithms(run.config), written), asked)
         except AlgorithmError as error:
             last = f", at last with the rewards {shown(asked.rewards)}" if asked.rewards else ""
+            if 0 < len(asked.rewards) < members:
+                last += f" of a group that lost {members - len(asked.rewards)} of its {members} episodes"
             yield f"{error} (asked at the launch about results that are made up{last}{when})"
             return
 
@@ -411,6 +420,8 @@ def _ask(run: Run, chain: Chain, asked: _Questions) -> None:
     from flowjax.dataflow.tasks import task_at, train_tasks
 
     tasks, again, new, refused = train_tasks(run.config), list(asked.tasks), 0, 0
+    members, dataflow = run.config.rollout.group_size, run.config.dataflow
+    least = members if dataflow.failed_episodes == "drop" else min(members, dataflow.min_group_size)
     ready: dict[str, list[Candidate]] = {policy: [] for policy in run.policies}
     while again or (new < _GROUPS_MADE_UP and refused < _MOST_REFUSED):
         position, known = asked.position, bool(again)
@@ -423,10 +434,14 @@ def _ask(run: Run, chain: Chain, asked: _Questions) -> None:
             new, refused = new + 1, 0
             asked.tasks.append(task)
         chain.chosen(task, position)
+        asked.write(chain, "chosen", position)
         for policy, candidates in ready.items():
-            result = _made_up(run, name, task, policy, position)
+            # Episodes may fail, so that groups come in short: one of the new ones is as short as a run takes it.
+            result = _made_up(run, name, task, policy, position, least if new == 2 and not known else members)
             asked.rewards = result.rewards.tolist()
-            if chain.keep(result):
+            kept = chain.keep(result)
+            asked.write(chain, "keep", (policy, name))
+            if kept:
                 candidates.append(Candidate(name, position, 0))
                 chain.trains(result)
     for policy, candidates in ready.items():
@@ -435,12 +450,12 @@ def _ask(run: Run, chain: Chain, asked: _Questions) -> None:
         if chain.keeps_used_versions:
             chain.serve([], candidates, groups)
         chain.published(policy, len(asked.tasks))
+        asked.write(chain, "published", (policy, len(asked.tasks)))
     chain.metrics()
 
 
-def _made_up(run: Run, name: str, task: Task, policy: str, position: int) -> Result:
+def _made_up(run: Run, name: str, task: Task, policy: str, position: int, members: int) -> Result:
     """A result that differs from those at other positions in what an algorithm may count by."""
-    members = run.config.rollout.group_size
     if run.policies[policy].reward.components.to_dict() == {"success": 1.0}:
         rewards = np.arange(members) < (1 + position) % (members + 1)
     else:

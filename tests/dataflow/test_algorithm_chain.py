@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from enum import StrEnum
 from pathlib import Path
 
@@ -184,7 +184,8 @@ def test_the_role_says_so_in_its_last_line_and_is_not_to_be_started_again(tmp_pa
 
 def test_a_table_knows_what_has_changed():
     table = Table({"a": 1, "b": 2})
-    assert not table.changed
+    assert table.changed == {"a", "b"}, "those that it begins with have to be written down, too"
+    table.changed.clear()
     table["a"] = 3
     table.setdefault("c", 4)
     table.pop("b")
@@ -307,6 +308,46 @@ def test_only_what_has_changed_is_written_down():
     algorithm.small = 1
     with chain.state_changes() as changes:
         assert [(attribute, key and unpack(key)) for _, attribute, key, _ in changes] == [("", b""), ("table", 8)]
+
+
+def restarted(chain: Chain, ledger: dict, algorithm: Algorithm) -> Chain:
+    """A chain of `algorithm` that goes on after another, whose changes are written to `ledger`."""
+    with chain.state_changes() as changes:
+        ledger |= {tuple(place): value for *place, value in changes}
+    return Chain({"mine": algorithm}, [(*place, value) for place, value in ledger.items() if value is not None])
+
+
+def test_rows_that_a_table_began_with_are_kept_over_a_restart_until_they_are_deleted():
+    class Primed(Remembers):
+        def __init__(self):
+            self.table, self.small = Table({"a": 1.0, "b": 2.0}), 0
+
+    first, second, third, ledger = Primed(), Primed(), Primed(), {}
+    first.table["a"] = 0.5
+    chain = restarted(Chain({"mine": first}), ledger, second)
+    assert dict(second.table) == {"a": 0.5, "b": 2.0}
+    with chain.state_changes() as changes:
+        assert not any(attribute for _, attribute, _, _ in changes), "no row has changed since"
+    second.table.clear()
+    restarted(chain, ledger, third)
+    assert isinstance(third.table, Table) and dict(third.table) == {}
+
+
+@pytest.mark.parametrize("written", [list, lambda found: found])
+def test_a_window_keeps_its_length_over_a_restart(written):
+    class Window(Algorithm):
+        def __init__(self):
+            self.newest, self.seen = deque([0.5], maxlen=2), set()
+
+        def state(self):
+            return {"newest": written(self.newest), "seen": sorted(self.seen)}
+
+    first, second = Window(), Window()
+    first.newest.extend([1, 2, 3])
+    first.seen.add("t")
+    restarted(Chain({"mine": first}), {}, second)
+    second.newest.append(4)
+    assert second.newest == deque([3, 4]) and second.newest.maxlen == 2 and second.seen == {"t"}
 
 
 def test_what_one_write_refused_is_not_learnt_again_after_another():

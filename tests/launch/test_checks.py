@@ -51,6 +51,11 @@ def test_a_sound_config_passes(config):
             )
             for name, options in (("mine", "curation:OnlyHard"), ("overlong_filter", 0.5), ("greso", None))
         ),
+        (
+            "reward.components",
+            ConfigDict({"overlong": {"limit_tokens": 512, "buffer_tokens": 256}}),
+            ("components.overlong.limit_tokens is 512", "more than 256 tokens", "max_new_tokens, 256: lower"),
+        ),
         ("reward.components", ConfigDict(), ("config.reward.components is empty", "success")),
     ],
 )
@@ -60,6 +65,11 @@ def test_each_conflict_names_field_value_and_remedy(config, field, value, parts)
     (message,) = check_config(config)
     for part in parts:
         assert part in message
+
+
+def test_a_component_for_long_replies_may_begin_below_a_limit_that_none_reaches(config):
+    config.reward.components.overlong = {"limit_tokens": 512, "buffer_tokens": 257}
+    assert check_config(config) == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from flowjax.dataflow.algorithms import BUILT_IN, Algorithm
+from flowjax.dataflow.algorithms import BUILT_IN, Algorithm, Table
 from flowjax.launch import probe, trial
 from flowjax.run import resolve
 
@@ -88,6 +88,30 @@ class Pairs(Algorithm):
         return {"seen": self.seen}
 
 
+class Replaced(Algorithm):
+    """Has a new table after each group."""
+
+    def __init__(self, *, seed: int):
+        self.seen = Table()
+
+    def keep(self, result):
+        self.seen = Table({**self.seen, result.task.task_id: 1})
+        return True
+
+    def state(self):
+        return {"seen": self.seen}
+
+
+class Last(Algorithm):
+    """Asks for the last episode of a whole group."""
+
+    def __init__(self, *, seed: int, members: int = 8):
+        self.members = members
+
+    def keep(self, result):
+        return bool(result.rewards[self.members - 1] >= 0)
+
+
 class Curriculum(Algorithm):
     """Knows the tasks alone that it chooses."""
 
@@ -133,6 +157,11 @@ class Shares(Algorithm):
         ("Nested", "keep raised KeyError: .* .asked .*, once its state is restored, as plain maps and lists.$"),
         ("Pairs", "chosen raised TypeError: .* .asked .*, once its state is restored, as plain maps and lists.$"),
         ("Gathered", "state raised TypeError: set cannot go on the wire"),
+        ("Replaced", "state raised ValueError: seen is another Table than before: empty that one instead"),
+        (
+            "Last",
+            "keep raised IndexError: .* with the rewards .1.0, 1.0. of a group that lost 6 of its 8 episodes.$",
+        ),
     ],
 )
 def test_a_data_algorithm_of_ones_own_that_would_end_the_run_is_refused(config, name, message):
@@ -149,6 +178,25 @@ def test_data_algorithms_that_are_sound_pass(config, path, members):
     config.rollout.group_size = members
     options = {"limit_tokens": 8} if path.endswith("OverlongFilter") else {}
     assert found(config, path, **options) == []
+
+
+@pytest.mark.parametrize("settings", [{"failed_episodes": "drop"}, {"min_group_size": 8}])
+def test_groups_are_whole_where_a_run_drops_the_others(config, settings):
+    config.dataflow.update(settings)
+    assert found(config, f"{__name__}:Last") == []
+
+
+def test_fields_that_no_task_has_are_refused(config):
+    config.dataflow.algorithms = {"deduplicate": {"fields": ["board"]}}
+    (problem,) = trial.check_algorithms(resolve(config))
+    assert "has 'board'; they have level: name one" in problem
+    config.env.name, config.env.options = "flowjax.envs.math:Math", {}
+    config.dataflow.algorithms = {"deduplicate": {"fields": ["qestion", "answer"]}}
+    (problem,) = trial.check_algorithms(resolve(config))
+    assert "deduplicate.fields is ('qestion', 'answer'), but the payload of no task has 'qestion'" in problem
+    assert "(did you mean 'question'?)" in problem
+    config.dataflow.algorithms = {"deduplicate": {"fields": ["question"]}}
+    assert list(trial.check_algorithms(resolve(config))) == []
 
 
 def test_the_probe_asks_them(config, monkeypatch):
