@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import itertools
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,16 +35,14 @@ from flowjax.envs import (
     find_world,
     is_refusal,
 )
-from flowjax.envs.demonstrations import base_words
 from flowjax.envs.pool import EnvPool, PooledEnv, check_repeats, random_walk
 from flowjax.fields import shown
-from flowjax.models.nano import build_tokenizer
 from flowjax.monitor.trouble import with_place
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
 from flowjax.rollout.episode import EpisodePlayer
 from flowjax.run import Run
 from flowjax.workflows import Agent, Played, Reply
-from flowjax.workflows.codec import Codec, PromptTooLong
+from flowjax.workflows.codec import Codec, PromptTooLong, codecs_of_agents
 from flowjax.workflows.single import EpisodeOptions
 
 _SUCCESS_WITHIN_S = 5.0  # no more episodes are played after that for the sake of one that succeeds
@@ -195,7 +192,7 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
         return
     named = f"config.env.name is {config.env.name!r} and config.workflow {config.workflow!r}"
     try:
-        codecs = _codecs(run)
+        codecs = codecs_of_agents(run)
     except Exception as error:  # a user's world lists the words
         yield fails(f"{named}, of whose words no tokenizer can be made", error)
         return
@@ -353,25 +350,6 @@ def _asked(player: EpisodePlayer, backend: _Scripted) -> set[str]:
 def _with_turns(episode: Episode) -> set[str]:
     """The policies and bases that have turns in it."""
     return {part.policy for part in episode.trajectories if part.turns}
-
-
-def _codecs(run: Run) -> dict[str, Codec]:
-    """The codec of each agent whose base model's tokenizer is here, or is that of a nano base which is still to be
-    made."""
-    config, by_base = run.config, dict[str, Codec]()
-    for name, base in run.bases.items():
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(base.model.path)
-            if not (folder / "tokenizer.json").exists():
-                if base.model.nano is None:
-                    continue
-                folder = Path(made)
-                build_tokenizer(base_words(run, name, find_world(config.env.name)(**config.env.options)), folder)
-            options = base.model.template_options.to_dict()
-            limit = config.rollout.max_prompt_tokens
-            by_base[name] = Codec(folder, max_prompt_tokens=limit, template_options=options)
-    speaks = {agent: run.policies[of].base.name if of in run.policies else of for agent, of in run.agents.items()}
-    return {agent: by_base[base] for agent, base in speaks.items() if base in by_base}
 
 
 _GROUPS_MADE_UP = 4  # of new tasks at each start

@@ -2,14 +2,18 @@
 
 import functools
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 
-from flowjax.envs import Message
+from flowjax.envs import Message, find_world
+from flowjax.envs.demonstrations import base_words
 from flowjax.fields import nearest
+from flowjax.models.nano import build_tokenizer
+from flowjax.run import Run
 
 # Names that every template is given: by us, by transformers, and the special tokens.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
@@ -270,3 +274,22 @@ class Codec:
                 return None
             pieces.append(before)
         return (*pieces, text)
+
+
+def codecs_of_agents(run: Run) -> dict[str, Codec]:
+    """The codec of each agent whose base model's tokenizer is here, or is that of a nano base which is still to be
+    made."""
+    config, by_base = run.config, dict[str, Codec]()
+    for name, base in run.bases.items():
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(base.model.path)
+            if not (folder / "tokenizer.json").exists():
+                if base.model.nano is None:
+                    continue
+                folder = Path(made)
+                build_tokenizer(base_words(run, name, find_world(config.env.name)(**config.env.options)), folder)
+            options = base.model.template_options.to_dict()
+            limit = config.rollout.max_prompt_tokens
+            by_base[name] = Codec(folder, max_prompt_tokens=limit, template_options=options)
+    speaks = {agent: run.policies[of].base.name if of in run.policies else of for agent, of in run.agents.items()}
+    return {agent: by_base[base] for agent, base in speaks.items() if base in by_base}
