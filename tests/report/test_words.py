@@ -9,7 +9,8 @@ import shutil
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -28,7 +29,7 @@ from flowjax.report.episodes import EpisodePages, RecordedGroup, read_batch
 from flowjax.report.overview import ends_of, methods, overview, pauses, phase_seconds, timeline
 from flowjax.report.page import make_page
 from flowjax.run import read_run
-from tests.report.recorded import TRAINED_LESS, record_run
+from tests.report.recorded import CANVAS, TRAINED_LESS, record_run
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +213,34 @@ def test_what_executors_cost_is_said_of_a_whole_run_or_not_at_all(tmp_path: Path
     assert cost() == 4 * 2 * 2 * 0.5
     monkeypatch.setattr(page, "_MOST_GROUPS", 4)
     assert cost() is None
+
+
+def answers_alone(correctness, *, bonus: float = 0.1):
+    """A reward of one's own."""
+    return correctness + bonus
+
+
+@pytest.mark.parametrize(
+    ("components", "explained"),
+    [
+        ({"canvas": 1.0}, True),
+        ({"canvas": {"path": "flowjax.rewards:canvas", "base": -0.5}}, True),
+        ({"canvas": {"path": f"{__name__}:answers_alone", "bonus": 0.2}}, False),
+        ({"success": 1.0}, False),
+    ],
+)
+def test_a_canvas_reward_is_explained_if_it_is_the_built_in_one(
+    tmp_path: Path, components: Mapping[str, Any], explained: bool
+):
+    run = record_run(tmp_path / "run", steps=1, groups=1, size=2, played=replace(CANVAS, components=components))
+    groups = read_batch(run, "agent", 0)
+    groups[0].lines[0]["outcome"] = {}  # as of an episode that failed
+    (shown,) = EpisodePages(read_run(run)).piece(groups)["groups"]
+    failed, played = (episode.get("structure") for episode in shown["episodes"])
+    assert failed is None and (played is not None) == explained
+    if played is not None:
+        reward = groups[0].lines[1]["reward"]
+        assert played["base"] + played["S"] + played["paid"] == pytest.approx(reward, abs=1e-3)
 
 
 def test_a_run_of_long_episodes_is_shown_in_part(run: Path, monkeypatch):
