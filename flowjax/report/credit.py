@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from flowjax.credit.estimators import StateValues, get_estimator, state_values
+from flowjax.credit.estimators import CreditError, StateValues, get_estimator, state_values
 from flowjax.credit.table import build_table
 from flowjax.records import COUNTED_STATUSES
 from flowjax.report.episodes import RecordedGroup
@@ -25,11 +25,11 @@ def explain_credit(groups: Sequence[RecordedGroup], piece: dict[str, Any], credi
         piece: as `EpisodePages.piece` returns it; changed in place.
         credit: the policy's `config.credit`.
     """
-    options = value_options(credit)
+    options, note = _value_options(credit)
     for group, shown in zip(groups, piece["groups"], strict=True):
         if any(line["turns"] for line in group.lines):
             values = _values(group, options)
-            shown["graph"] = _graph(shown, values)
+            shown["graph"] = {**_graph(shown, values), "note": note}
             for place, episode in enumerate(shown["episodes"]):
                 for number, turn in enumerate(episode["turns"]):
                     turn["why"] = _why(group, shown, values, (place, number), credit.name, options["gamma"])
@@ -37,11 +37,28 @@ def explain_credit(groups: Sequence[RecordedGroup], piece: dict[str, Any], credi
 
 def value_options(credit: ConfigDict) -> dict[str, Any]:
     """Discount and kind of rewards with which the values of states are shown: the estimator's, where it has them."""
-    parameters = inspect.signature(get_estimator(credit.name)).parameters
-    defaults = {name: parameters[name].default for name in ("gamma", "rewards") if name in parameters}
-    chosen = {name: value for name, value in credit.options.to_dict().items() if name in ("gamma", "rewards")}
-    found = {"gamma": 0.9, "rewards": "score", **defaults, **chosen}
-    return found if found["rewards"] in ("score", "reward") else {**found, "rewards": "score"}
+    return _value_options(credit)[0]
+
+
+def _value_options(credit: ConfigDict) -> tuple[dict[str, Any], str]:
+    """The options of `value_options`, and a sentence on those that are not the estimator's, "" if all are."""
+    usual = {"gamma": 0.9, "rewards": "score"}
+    try:
+        parameters = inspect.signature(get_estimator(credit.name)).parameters
+    except CreditError as error:  # of one's own, in a module that is not here: a run's folder may be all there is
+        return usual, f"V has gamma {usual['gamma']}, for its estimator cannot be read ({error})."
+    defaults = {name: parameters[name].default for name in usual if name in parameters}
+    given = {**defaults, **{name: value for name, value in credit.options.to_dict().items() if name in usual}}
+    # An estimator of one's own may call something else by these names.
+    unlike = [name for name, value in given.items() if not _fits(name, value)]
+    notes = [f"V has {name} {usual[name]}, for that of {credit.name} is {given[name]!r}." for name in unlike]
+    return {**usual, **{name: value for name, value in given.items() if name not in unlike}}, " ".join(notes)
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name == "rewards":
+        return value in ("score", "reward")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _values(group: RecordedGroup, options: Mapping[str, Any]) -> list[list[tuple[float, float, float]]]:

@@ -24,7 +24,7 @@ from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.transcripts import batch_path, read_lines, trained_path, write_lines
 from flowjax.report import page
 from flowjax.report.__main__ import PageHandler, main
-from flowjax.report.credit import explain_credit
+from flowjax.report.credit import explain_credit, value_options
 from flowjax.report.episodes import EpisodePages, RecordedGroup, read_batch
 from flowjax.report.overview import ends_of, methods, overview, pauses, phase_seconds, timeline
 from flowjax.report.page import make_page
@@ -196,6 +196,40 @@ def test_a_world_that_has_gone_costs_the_drawings_and_nothing_else(run: Path):
     finally:
         (run / "config.json").write_text(text)
     assert "states are not drawn" in without and "states are not drawn" not in make_page([run])
+
+
+def odd_options(table, *, gamma: float | None = None, rewards: tuple[str, ...] = ("a", "b")):
+    """An estimator of one's own, with options that mean something else."""
+    del gamma, rewards
+    return table.score
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "gamma", "noted"),
+    [
+        (f"{__name__}:odd_options", {"gamma": 0.5, "rewards": "reward"}, 0.5, ""),
+        (f"{__name__}:odd_options", {"gamma": 1, "rewards": "reward"}, 1, ""),
+        (f"{__name__}:odd_options", {"rewards": "reward"}, 0.9, "V has gamma 0.9, for that of {name} is None."),
+        (f"{__name__}:odd_options", {"gamma": 2.0, "rewards": "reward"}, 0.9, "for that of {name} is 2.0."),
+        (f"{__name__}:odd_options", {"gamma": True, "rewards": "reward"}, 0.9, "for that of {name} is True."),
+        (
+            f"{__name__}:odd_options",
+            {"gamma": (0.9, 0.5)},
+            0.9,
+            "V has rewards score, for that of {name} is ('a', 'b')",
+        ),
+        ("no.such.module:credit", {"gamma": 0.5}, 0.9, "V has gamma 0.9, for its estimator cannot be read ("),
+    ],
+)
+def test_an_estimator_that_is_not_here_or_has_options_of_its_own_costs_their_values_and_nothing_else(
+    tmp_path: Path, name: str, options: Mapping[str, Any], gamma: float, noted: str
+):
+    changes = {"credit.name": name, "credit.options": dict(options)}
+    run = record_run(tmp_path / "run", steps=1, groups=1, size=2, changes=changes)
+    assert make_page([run])
+    assert value_options(read_run(run).policies["agent"].credit)["gamma"] == gamma
+    note = explained(run, 0)[1]["groups"][0]["graph"]["note"]
+    assert noted.format(name=name) in note and bool(note) == bool(noted)
 
 
 def test_what_executors_cost_is_said_of_a_whole_run_or_not_at_all(tmp_path: Path, monkeypatch):

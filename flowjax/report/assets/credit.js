@@ -22,7 +22,7 @@ SECTIONS.credit = {
     replace(target,
       make("h2", {}, "Why a move got its credit"),
       make("p", {class: "hint"}, "Every box is a state that the group's episodes were in, with its value V (what the policy could expect from there) and how often it was visited. " +
-        "Green moves were better than expected, orange ones worse; thicker ones were made more often. Choose a move to see the turns that made it."),
+        "Green moves were better than expected, orange ones worse; thicker ones were made more often. Choose a move to see the turns that made it." + (group.graph?.note ? ` ${group.graph.note}` : "")),
       make("div", {class: "filters"},
         choice("Batch", creditPieces().map(({run: of, piece}) => [piece.key, `${DATA.runs.length > 1 ? `${of.name}, ` : ""}${piece.label}`]), described.key, (key) => goTo("credit", key)),
         choice("Group", made.groups.map((one, i) => [i, `${i + 1}: ${one.episodes.filter((e) => wonOrLost(e) === "won").length} of ${one.episodes.length} won`]), place, (value) => goTo("credit", described.key, value)),
