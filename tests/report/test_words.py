@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.monitor.metrics import MetricsWriter
@@ -81,6 +82,103 @@ def test_episodes_that_earned_the_same_are_said_to_be_alike(run: Path):
         for group, shown in zip(groups, piece["groups"], strict=True):
             said = [turn["why"] for episode in shown["episodes"] for turn in episode["turns"]]
             assert all(("none is better" in why) == (group.evenness == 0) for why in said)
+
+
+def reexplained(run: Path, groups: list[RecordedGroup], name: str = "gae", **options: Any) -> dict[str, Any]:
+    """The first group as the page would show it, had another estimator given its moves their credit."""
+    for number, turn in enumerate(turn for line in groups[0].lines for turn in line["turns"]):
+        turn.pop("advantage_parts", None)
+        turn["advantage"] = 0.01 * number
+    piece = EpisodePages(read_run(run)).piece(groups)
+    explain_credit(groups, piece, ConfigDict({"name": name, "options": options}))
+    return piece["groups"][0]
+
+
+@pytest.mark.parametrize("lowest", [-1.0, 0.0])
+def test_what_a_move_earned_is_its_reward_even_if_values_are_counted_from_the_lowest(run: Path, lowest: float):
+    groups = read_batch(run, "agent", 1)
+    for place, line in enumerate(groups[0].lines):
+        line["reward"] = lowest + 0.25 * place
+    shown = reexplained(run, groups)
+    for place, episode in enumerate(shown["episodes"]):
+        above = f", {0.25 * place:.2f} above the group's lowest, where" if lowest else ", where"
+        said = episode["turns"][-1]["why"]
+        assert f" and earned {lowest + 0.25 * place:.2f}{above}" in said
+        assert (" above it was to be expected" in said) == bool(lowest)
+    assert shown["graph"]["note"] == ("V is counted from -1, the group's lowest reward." if lowest else "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "terminal", "said"),
+    [
+        ({}, True, "it ended the episode and"),
+        ({}, False, "it was the last before the limit of turns and"),
+        ({"status": "truncated"}, False, "it was its last turn of the episode and"),
+        ({"trajectory_id": "train-1-0/0/agent-1"}, False, "it was its last turn of the episode and"),
+        ({"trajectory_id": "train-1-0/0/agent-1"}, True, "it ended the episode and"),
+    ],
+)
+def test_how_an_episode_ended_is_not_guessed(run: Path, changes: Mapping[str, str], terminal: bool, said: str):
+    groups = read_batch(run, "agent", 1)
+    line = groups[0].lines[0]
+    line |= changes
+    line["turns"][-1]["terminal"] = terminal
+    assert line["group_id"] == "train-1-0"
+    assert said in reexplained(run, groups)["episodes"][0]["turns"][-1]["why"]
+
+
+def test_an_ending_has_the_mean_of_what_counted_episodes_earned_there(run: Path):
+    (first, *_) = read_batch(run, "agent", 1)[0].lines
+    rewards = {"0": 0.0, "1": 0.25, "2": 1.0}
+    lines = [{**first, "trajectory_id": f"train-1-0/{name}", "reward": reward} for name, reward in rewards.items()]
+    lines.append({**first, "trajectory_id": "train-1-0/3", "reward": 5.0, "status": "env_error"})
+    (end,) = [node for node in reexplained(run, [RecordedGroup("train-1-0", lines)])["graph"]["nodes"] if node["end"]]
+    assert end["value"] == pytest.approx(1.25 / 3, abs=1e-4) and end["visits"] == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "none_better", "scale", "compared", "note"),
+    [
+        ("rewardflow", True, "", "V ", ""),
+        ("gae", False, "of the whole batch", "V ", ""),
+        ("gigpo", True, "", "moves from the same state", "Credit by gigpo is not made of this V."),
+        ("published.rewardflow", False, "", "moves from the same state", "is not made of this V."),
+        ("discounted_return", False, "", "all moves of the group", "is not made of this V."),
+        ("reinforce_plus_plus", False, "of the whole batch", "all moves of the batch", "is not made of this V."),
+        (f"{__name__}:odd_options", False, "compares it is not known here", "", "V has "),
+    ],
+)
+def test_credit_is_explained_by_what_its_estimator_compares(
+    run: Path, name: str, none_better: bool, scale: str, compared: str, note: str
+):
+    groups = read_batch(run, "agent", 1)
+    for line in groups[0].lines:
+        line["reward"] = 0.5
+    shown = reexplained(run, groups, name)
+    assert note in shown["graph"]["note"] and bool(note) == bool(shown["graph"]["note"])
+    for why in (turn["why"] for episode in shown["episodes"] for turn in episode["turns"]):
+        assert ("none is better" in why) == none_better
+        assert scale in why and ("scale of" in why or "not known" in why) == bool(scale)
+        _, _, step = why.partition("This move: ")
+        assert not step or compared in step or "and earned" in step
+        assert name in ("gae", "rewardflow") or not re.search(r"\bV \d|expected", step)
+
+
+def test_gae_that_is_not_whitened_has_the_scale_of_its_values(run: Path):
+    shown = reexplained(run, read_batch(run, "agent", 1), "gae", whitened=False)
+    assert "scale" not in " ".join(turn["why"] for episode in shown["episodes"] for turn in episode["turns"])
+
+
+def test_a_move_leads_to_the_state_in_which_its_agent_acts_next(run: Path):
+    groups = read_batch(run, "agent", 3)
+    for number, turn in enumerate(turn for line in groups[0].lines for turn in line["turns"]):
+        turn["next_state_key"] = f"{number:016x}"  # in which another agent acts
+    graph = reexplained(run, groups)["graph"]
+    assert all(node["visits"] for node in graph["nodes"])
+    for edge in graph["edges"]:
+        for e, t in edge["moves"]:
+            turns = groups[0].lines[e]["turns"]
+            assert t + 1 == len(turns) or edge["target"] == turns[t + 1]["state_key"]
 
 
 def test_every_move_of_a_graph_is_a_turn_and_every_turn_is_in_one_move(run: Path):
