@@ -442,6 +442,24 @@ def test_episodes_that_came_to_nothing_are_named_beside_the_result(tmp_path: Pat
     visit(read)
 
 
+def test_an_evaluation_without_rewards_says_why(tmp_path: Path):
+    run = record_run(tmp_path / "run", steps=1)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    why = {"unrewarded": "no reward can be given: KeyError: 'tests'"}
+    failed = [line | why if line["kind"] == "eval" else line for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in failed))
+    assert main([str(run)]) == 0
+
+    async def read(opened: Browser) -> None:
+        await opened.open(run / "report.html")
+        said = "Held out at steps 0, 1: no reward can be given: KeyError: 'tests'"
+        assert (await opened.text()).count(said) == 1
+        assert await opened.run("DATA.runs[0].evaluations.pop().step") == 1
+        assert (await opened.run("unrewarded(DATA.runs[0])[0].textContent")).startswith("Held out at step 0: no")
+
+    visit(read)
+
+
 def test_a_reward_is_taken_apart_by_the_weights_of_its_own_policy(tmp_path: Path):
     weighted = {"reward": {"components": {"success": {"weight": 0.25}}}}
     other = {"credit": {"name": "grpo", "options": {}}}

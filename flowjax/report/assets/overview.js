@@ -6,7 +6,7 @@ SECTIONS.overview = {
     if (this.drawn) return;
     this.drawn = true;
     replace(document.getElementById("section-overview"),
-      DATA.runs.flatMap((run) => verdicts(run)), problemsOf(), heldOutCharts(), timeParts(), metricCharts(), valuesAtStep(), eventsTable(), provenance());
+      DATA.runs.flatMap((run) => [verdicts(run), unrewarded(run)]), problemsOf(), heldOutCharts(), timeParts(), metricCharts(), valuesAtStep(), eventsTable(), provenance());
   },
 };
 
@@ -40,6 +40,13 @@ function verdicts(run) {
     : final.high < first.low ? "It got worse: the intervals do not overlap." : "The intervals overlap: by itself this does not show that it learned.";
   return [make("p", {class: "verdict"}, make("strong", {}, `${name}held-out success ${percent(first.success_rate)} → ${percent(final.success_rate)}`),
     ` (${change >= 0 ? "+" : "−"}${Math.abs(change).toFixed(1)} points). Step ${first.step}: ${said(first)}, step ${final.step}: ${said(final)}, 95 % intervals over ${number(final.tasks)} tasks. ${apart}${lost}`)];
+}
+
+// Why evaluations have no rewards, each reason once.
+function unrewarded(run) {
+  const steps = new Map();
+  for (const one of run.evaluations) if (one.unrewarded) steps.set(one.unrewarded, [...(steps.get(one.unrewarded) || []), one.step]);
+  return [...steps].map(([why, those]) => make("p", {class: "bad"}, `${DATA.runs.length > 1 ? `${run.name}, held` : "Held"} out at step${those.length > 1 ? "s" : ""} ${those.join(", ")}: ${why}`));
 }
 
 function problemsOf() {
