@@ -55,7 +55,7 @@ function problemsOf() {
   const isTrained = DATA.runs.some((run) => Object.keys(run.policies).length);  // rules are about training: an evaluation breaks none
   return [found.length ? make("div", {class: "problems", role: "note"}, make("h2", {}, "What looks wrong"), make("ul", {}, found.map((text) => make("li", {}, text)))) : null,
     early.length ? make("p", {class: "hint"}, `Diagnosis: ${early.join("; ")}.`) : null,
-    isTrained && !found.length && !early.length ? make("p", {class: "fine"}, "No rule of the diagnosis is broken: signal, entropy, cut and invalid replies, mismatch, skipped updates.") : null];
+    isTrained && !found.length && !early.length ? make("p", {class: "fine"}, "No rule of the diagnosis is broken: signal, entropy, cut and invalid replies, mismatch, skipped updates, lost success.") : null];
 }
 
 // The lines of all charts: one for each method and policy, with the same colour in every chart.
