@@ -209,7 +209,7 @@ def plain_line(entry: Mapping[str, Any], progress: Progress, steps: Mapping[str,
             f" save {fixed(number(entry, 'save_s'), 2)})  {clock(progress.remaining_s(steps))} left"
         )
     if kind == "eval":
-        return f"held out, version {entry.get('version', entry.get('step'))}: success {interval(entry)}"
+        return f"held out, version {entry.get('version', entry.get('step'))}: success {interval(entry, reasons=True)}"
     if kind == "run":
         return f"{entry.get('role', 'run')}: {entry.get('event', '')} {entry.get('text', '')}".rstrip()
     return ""

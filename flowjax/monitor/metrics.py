@@ -381,8 +381,9 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def interval(entry: Mapping[str, Any] | None) -> str:
-    """Success of an evaluation with its 95 % interval, the number of its tasks, and episodes that are left out."""
+def interval(entry: Mapping[str, Any] | None, *, reasons: bool = False) -> str:
+    """Success of an evaluation with its 95 % interval, the number of its tasks, episodes that are left out, and whether
+    it has no rewards; with `reasons` also why, in the user's own words, which are no text for rich to mark up."""
     if entry is None:
         return "-"
     low, high = number(entry, "low"), number(entry, "high")
@@ -392,10 +393,12 @@ def interval(entry: Mapping[str, Any] | None) -> str:
     asked = (number(entry, "asked") or 0) * entry.get("samples", 1)
     unfinished = entry.get("unfinished", 0)
     nothing = f", {unfinished} came to nothing" if unfinished else ""
+    why = entry.get("unrewarded", "")
+    unrewarded = "" if not why else f"; {printable(why)}" if reasons else ", without rewards"
     few = ", all there are" if entry.get("episodes", 0) + unfinished < asked else ""
     return (
         f"{percent(number(entry, 'success_rate'))} [{fixed(100 * low if low is not None else None, 1)}, "
-        f"{fixed(100 * high if high is not None else None, 1)}] of {tasks}{played}{few}{nothing}"
+        f"{fixed(100 * high if high is not None else None, 1)}] of {tasks}{played}{few}{nothing}{unrewarded}"
     )
 
 

@@ -2,19 +2,28 @@
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from flowjax.credit.estimators import StateValues, get_estimator, state_values
+from flowjax.credit import ESTIMATORS, GROUP_RELATIVE
+from flowjax.credit.estimators import CreditError, StateValues, get_estimator, state_values
 from flowjax.credit.table import build_table
 from flowjax.records import COUNTED_STATUSES
 from flowjax.report.episodes import RecordedGroup
 
 _SAME = 1e-6  # advantages, rewards and values that differ by less count as equal
 _SWEEPS = 6  # passes over a graph's layers that order the states in each
+
+# Estimators by what they compare. Of one's own it is not known.
+_BY_VALUES = {"gae", "rewardflow"}  # a move with the value of its state, as it is shown
+_BY_STATE = {"gigpo", "published.gigpo", "published.rewardflow"}  # a move with the others from its state
+_OVER_BATCH = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}  # all turns of the batch
+# Episodes by their reward and nothing else: in a group of equal ones none is better than another.
+_BY_EPISODE = {name for name in GROUP_RELATIVE - _OVER_BATCH if not name.startswith("published.")}
 
 
 def explain_credit(groups: Sequence[RecordedGroup], piece: dict[str, Any], credit: ConfigDict) -> None:
@@ -25,23 +34,43 @@ def explain_credit(groups: Sequence[RecordedGroup], piece: dict[str, Any], credi
         piece: as `EpisodePages.piece` returns it; changed in place.
         credit: the policy's `config.credit`.
     """
-    options = value_options(credit)
+    options, note = _value_options(credit)
     for group, shown in zip(groups, piece["groups"], strict=True):
         if any(line["turns"] for line in group.lines):
-            values = _values(group, options)
-            shown["graph"] = _graph(shown, values)
+            explained = _Explained(group, shown, credit, options, _values(group, options))
+            shown["graph"] = {
+                **_graph(shown, explained.values),
+                "note": " ".join(filter(None, [*explained.about_values(), note])),
+            }
             for place, episode in enumerate(shown["episodes"]):
                 for number, turn in enumerate(episode["turns"]):
-                    turn["why"] = _why(group, shown, values, (place, number), credit.name, options["gamma"])
+                    turn["why"] = explained.why(place, number)
 
 
 def value_options(credit: ConfigDict) -> dict[str, Any]:
     """Discount and kind of rewards with which the values of states are shown: the estimator's, where it has them."""
-    parameters = inspect.signature(get_estimator(credit.name)).parameters
-    defaults = {name: parameters[name].default for name in ("gamma", "rewards") if name in parameters}
-    chosen = {name: value for name, value in credit.options.to_dict().items() if name in ("gamma", "rewards")}
-    found = {"gamma": 0.9, "rewards": "score", **defaults, **chosen}
-    return found if found["rewards"] in ("score", "reward") else {**found, "rewards": "score"}
+    return _value_options(credit)[0]
+
+
+def _value_options(credit: ConfigDict) -> tuple[dict[str, Any], str]:
+    """The options of `value_options`, and a sentence on those that are not the estimator's, "" if all are."""
+    usual = {"gamma": 0.9, "rewards": "score"}
+    try:
+        parameters = inspect.signature(get_estimator(credit.name)).parameters
+    except CreditError as error:  # of one's own, in a module that is not here: a run's folder may be all there is
+        return usual, f"V has gamma {usual['gamma']}, for its estimator cannot be read ({error})."
+    defaults = {name: parameters[name].default for name in usual if name in parameters}
+    given = {**defaults, **{name: value for name, value in credit.options.to_dict().items() if name in usual}}
+    # An estimator of one's own may call something else by these names.
+    unlike = [name for name, value in given.items() if not _fits(name, value)]
+    notes = [f"V has {name} {usual[name]}, for that of {credit.name} is {given[name]!r}." for name in unlike]
+    return {**usual, **{name: value for name, value in given.items() if name not in unlike}}, " ".join(notes)
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name == "rewards":
+        return value in ("score", "reward")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _values(group: RecordedGroup, options: Mapping[str, Any]) -> list[list[tuple[float, float, float]]]:
@@ -66,24 +95,31 @@ def _graph(shown: Mapping[str, Any], values: Sequence[Sequence[tuple[float, floa
     """
     nodes: dict[str, dict[str, Any]] = {}
     edges: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[str, list[float]] = defaultdict(list)  # value of a state at each turn; what was earned at an ending
     for place, episode in enumerate(shown["episodes"]):
         turns = episode["turns"]
         for number, turn in enumerate(turns):
             before, _, earned = values[place][number]
             is_last = number == len(turns) - 1
             seen = (turns[number + 1]["view"], turns[number + 1]["picture"]) if not is_last else _last_seen(episode)
-            source = _node(nodes, turn["state"], turn["view"], turn["picture"], before)
+            source = _node(nodes, turn["state"], turn["view"], turn["picture"])
             source["start"] |= number == 0
             source["visits"] += 1
             # An ending is a state of its own: one episode may pass through the position at which another ends.
             won = bool(episode["outcome"].get("success", 0.0) >= 1.0)
-            target_id = turn["next"] if not is_last else f"{turn['next']}/{'won' if won else 'lost'}"
-            target = _node(nodes, target_id, *seen, earned if is_last else 0.0)
+            # To the state of the next turn: of several agents another one acts in the state that the move led to.
+            target_id = f"{turn['next']}/{'won' if won else 'lost'}" if is_last else turns[number + 1]["state"]
+            target = _node(nodes, target_id, *seen)
+            if episode["status"] in COUNTED_STATUSES:
+                found[turn["state"]].append(before)
+                found[target_id] += [earned] if is_last else []
             if is_last:
                 target["end"], target["visits"] = ("won" if won else "lost"), target["visits"] + 1
             edge = edges.setdefault((turn["state"], target_id), {"moves": [], "given": defaultdict(list)})
             edge["moves"].append([place, number])
             edge["given"][turn["action"] or "no legal action"].append(turn.get("advantage", 0.0))
+    for name, node in nodes.items():
+        node["value"] = _mean(found[name]) if found[name] else 0.0
     _lay_out(nodes, list(edges))
     return {
         "nodes": [{"id": name, **node} for name, node in nodes.items()],
@@ -111,12 +147,8 @@ def _last_seen(episode: Mapping[str, Any]) -> tuple[int, int]:
     return episode["view"], episode["picture"]
 
 
-def _node(nodes: dict[str, dict[str, Any]], name: str, view: int, picture: int, value: float) -> dict[str, Any]:
-    fresh = {"view": view, "picture": picture, "value": 0.0, "visits": 0, "start": False, "end": ""}
-    node = nodes.setdefault(name, fresh)
-    # A state is often met first as the target of a move, with a value of 0; it gets its own once a turn starts in it.
-    node["value"] = node["value"] or round(value, 4)
-    return node
+def _node(nodes: dict[str, dict[str, Any]], name: str, view: int, picture: int) -> dict[str, Any]:
+    return nodes.setdefault(name, {"view": view, "picture": picture, "visits": 0, "start": False, "end": ""})
 
 
 def _lay_out(nodes: dict[str, dict[str, Any]], edges: Sequence[tuple[str, str]]) -> None:
@@ -157,85 +189,124 @@ def _lay_out(nodes: dict[str, dict[str, Any]], edges: Sequence[tuple[str, str]])
 # -------------------------------------------------------------------------------------------------------- in a sentence
 
 
-def _why(
-    group: RecordedGroup,
-    shown: Mapping[str, Any],
-    values: Sequence[Sequence[tuple[float, float, float]]],
-    at: tuple[int, int],
-    estimator: str,
-    gamma: float,
-) -> str:
-    """Sentences on the credit of the turn `at`: index of the episode in the group, and of the turn in the episode."""
-    place, number = at
-    line, turn = group.lines[place], shown["episodes"][place]["turns"][number]
-    if line["status"] not in COUNTED_STATUSES:
-        return (
-            f"The episode ended as {line['status']}, which is not the policy's doing: it counts in nothing, credit 0."
-        )
-    if "advantage" not in turn:
-        return "No credit was given to this episode."
-    given, parts = signed(turn["advantage"]), turn.get("advantage_parts", {})
-    episode = _of_episode(group, place)
-    advantages = [each.get("advantage", 0.0) for each in shown["episodes"][place]["turns"]]
-    if parts:
-        step = _of_step(shown, values, at, gamma, has_values="rewardflow" in estimator)
-        both = f"{signed(parts['episode'])} for the episode and {signed(parts['step'])} for this move"
-        return f"Advantage {given} = {both}. The episode: {episode} This move: {step}"
-    if max(advantages) - min(advantages) < _SAME:
-        alike = f"Advantage {given}, the same for every move of the episode ({estimator})."
-        return f"{alike} {episode[0].upper()}{episode[1:]}"
-    step = _of_step(shown, values, at, gamma, has_values=True)
-    return f"Advantage {given} ({estimator}). The episode: {episode} This move: {step}"
+@dataclass(frozen=True, slots=True)
+class _Explained:
+    """A group and what its credit is explained with.
+
+    group: its transcripts.
+    shown: what the page shows of them.
+    credit: the policy's `config.credit`.
+    options: as `value_options` gives them.
+    values: value before, value after and reward of every turn, by episode.
+    """
+
+    group: RecordedGroup
+    shown: Mapping[str, Any]
+    credit: ConfigDict
+    options: Mapping[str, Any]
+    values: Sequence[Sequence[tuple[float, float, float]]]
+
+    def about_values(self) -> Iterator[str]:
+        """Sentences on the values of the graph's states."""
+        if (lowest := self._lowest()) < 0:
+            yield f"V is counted from {lowest:.3g}, the group's lowest reward."
+        if self.credit.name in ESTIMATORS.keys() - _BY_VALUES:
+            yield f"Credit by {self.credit.name} is not made of this V."
+
+    def why(self, place: int, number: int) -> str:
+        """Sentences on the credit of a turn of an episode."""
+        line, turns, name = self.group.lines[place], self.shown["episodes"][place]["turns"], self.credit.name
+        if line["status"] not in COUNTED_STATUSES:
+            ended = f"The episode ended as {line['status']}, which is not the policy's doing"
+            return f"{ended}: it counts in nothing, credit 0."
+        turn = turns[number]
+        if "advantage" not in turn:
+            return "No credit was given to this episode."
+        given, parts, episode = signed(turn["advantage"]), turn.get("advantage_parts", {}), self._of_episode(place)
+        advantages = [each.get("advantage", 0.0) for each in turns]
+        if not parts and max(advantages) - min(advantages) < _SAME:
+            alike = f"Advantage {given}, the same for every move of the episode ({name})."
+            return f"{alike} {episode[0].upper()}{episode[1:]}"
+        made = f" ({name})"
+        if parts:
+            made = f" = {signed(parts['episode'])} for the episode and {signed(parts['step'])} for this move"
+        return f"Advantage {given}{made}. The episode: {episode} This move: {self._of_step(place, number)}"
+
+    def _lowest(self) -> float:
+        """The score from which `state_values` counts: the group's lowest, where that is negative."""
+        if self.options["rewards"] != "score":
+            return 0.0
+        lines = zip(self.group.lines, self.group.rewards, strict=True)
+        return min([0.0, *(reward for line, reward in lines if line["turns"] and line["status"] in COUNTED_STATUSES)])
+
+    def _of_episode(self, place: int) -> str:
+        lines = zip(self.group.lines, self.group.rewards, strict=True)
+        counted = [reward for line, reward in lines if line["status"] in COUNTED_STATUSES]
+        reward, mean, scale = self.group.rewards[place], float(np.mean(counted)), self._scale()
+        if max(counted) - min(counted) < _SAME:
+            none_better = ", so none is better than another" if self.credit.name in _BY_EPISODE else ""
+            return f"all {len(counted)} of its group earned {reward:.3g}{none_better}.{scale}"
+        apart = reward - mean
+        better = "as much as" if abs(apart) < _SAME else "more than" if apart > 0 else "less than"
+        return f"it earned {reward:.3g}, {better} its group of {len(counted)} on average ({mean:.2f}).{scale}"
+
+    def _scale(self) -> str:
+        name = self.credit.name
+        if name in _OVER_BATCH or (name == "gae" and self.credit.options.get("whitened", True)):
+            return " The scale of its credit is that of the whole batch."
+        return "" if name in ESTIMATORS else f" With what {name} compares it is not known here."
+
+    def _of_step(self, place: int, number: int) -> str:
+        episodes = self.shown["episodes"]
+        turns = episodes[place]["turns"]
+        turn, is_last = turns[number], number == len(turns) - 1
+        said = "" if turn["valid"] else "the reply could not be used as an action. "
+        here = [
+            (i, each) for i, other in enumerate(episodes) for each in other["turns"] if each["state"] == turn["state"]
+        ]
+        choices = _choices(here)
+        if self.credit.name not in _BY_VALUES:
+            return f"{said}{self._compared(len(here))}{choices}"
+        before, after, earned = self.values[place][number]
+        lowest, gamma = self._lowest(), self.options["gamma"]
+        if is_last:
+            got, expected = f"{earned:.2f}", f"{before:.2f}"
+            if lowest < 0:
+                got = f"{earned + lowest:.2f}, {earned:.2f} above the group's lowest"
+                expected = f"{before:.2f} above it"
+            said += f"it {self._end(place)} and earned {got}, where {expected} was to be expected from here. "
+            return f"{said}{choices}"
+        then = earned + gamma * after
+        went = "rose" if then > before + _SAME else "fell" if then < before - _SAME else "stayed the same"
+        path = f"V {before:.2f} before, {after:.2f} after, discounted by {gamma:g} to {then:.2f}"
+        stays = turn["state"] == turns[number + 1]["state"] and then < before
+        stayed = "the state is the same, and time costs: " if stays else ""
+        return f"{said}{stayed}what was to be expected {went} ({path}). {choices}"
+
+    def _compared(self, here: int) -> str:
+        name = self.credit.name
+        if name not in ESTIMATORS:
+            return ""
+        among = "batch" if name in _OVER_BATCH else "group"
+        others = f"{here} moves from the same state" if name in _BY_STATE else f"moves of the {among}"
+        return f"it is compared with all {others}. "
+
+    def _end(self, place: int) -> str:
+        """End of an episode, in words that follow on its last move."""
+        line = self.group.lines[place]
+        if line["turns"][-1]["terminal"]:
+            return "ended the episode"
+        # A part of an episode has a longer name: others of its parts went on, or ended it. One that was truncated ended
+        # before the limit of turns.
+        is_whole = line["trajectory_id"].removeprefix(f"{line['group_id']}/").count("/") == 0
+        if is_whole and line["status"] == "ok":
+            return "was the last before the limit of turns"
+        return "was its last turn of the episode"
 
 
 def signed(value: float | np.floating) -> str:
     """An advantage in two digits; what rounds to zero has no sign, as on the page's buttons."""
     return "0.00" if abs(value) < 0.005 else f"{value:+.2f}"
-
-
-def _of_episode(group: RecordedGroup, place: int) -> str:
-    counted = [
-        reward for line, reward in zip(group.lines, group.rewards, strict=True) if line["status"] in COUNTED_STATUSES
-    ]
-    reward, mean = group.rewards[place], float(np.mean(counted))
-    if max(counted) - min(counted) < _SAME:
-        return f"all {len(counted)} of its group earned {reward:.3g}, so none is better than another."
-    apart = reward - mean
-    better = "as much as" if abs(apart) < _SAME else "more than" if apart > 0 else "less than"
-    return f"it earned {reward:.3g}, {better} its group of {len(counted)} on average ({mean:.2f})."
-
-
-def _of_step(
-    shown: Mapping[str, Any],
-    values: Sequence[Sequence[tuple[float, float, float]]],
-    at: tuple[int, int],
-    gamma: float,
-    *,
-    has_values: bool,
-) -> str:
-    place, number = at
-    episode = shown["episodes"][place]
-    turn, is_last = episode["turns"][number], number == len(episode["turns"]) - 1
-    before, after, earned = values[place][number]
-    said = "" if turn["valid"] else "the reply could not be used as an action. "
-    here = [
-        (i, each)
-        for i, other in enumerate(shown["episodes"])
-        for each in other["turns"]
-        if each["state"] == turn["state"]
-    ]
-    if not has_values:
-        return f"{said}it is compared with all {len(here)} moves from the same state. {_choices(here)}"
-    if is_last:
-        end = "ended the episode" if turn["terminal"] else "was the last before the limit of turns"
-        return (
-            f"{said}it {end} and earned {earned:.2f}, where {before:.2f} was to be expected from here. {_choices(here)}"
-        )
-    then = earned + gamma * after
-    went = "rose" if then > before + _SAME else "fell" if then < before - _SAME else "stayed the same"
-    path = f"V {before:.2f} before, {after:.2f} after, discounted by {gamma:g} to {then:.2f}"
-    stayed = "the state is the same, and time costs: " if turn["state"] == turn["next"] and then < before else ""
-    return f"{said}{stayed}what was to be expected {went} ({path}). {_choices(here)}"
 
 
 def _choices(here: Sequence[tuple[int, Mapping[str, Any]]]) -> str:

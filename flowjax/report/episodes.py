@@ -21,7 +21,7 @@ from flowjax.envs import World, WorldError, find_world, view_reader
 from flowjax.monitor.held_out import oldest_first
 from flowjax.monitor.transcripts import batch_path, held_out_path, read_lines, trained_path, whole_prompts
 from flowjax.records import Group, Status, Task, Trajectory, Turn
-from flowjax.rewards import canvas
+from flowjax.rewards import COMPONENTS, canvas, required_outcomes
 from flowjax.run import Run
 
 _CONTEXT_TOKENS = 4  # tokens before a token on which its text may depend
@@ -288,12 +288,16 @@ class EpisodePages:
         episodes = [episode for group in groups for episode in group["episodes"]]
         for name, policy in self._run.policies.items():
             paid = policy.reward.components.to_dict().get("canvas")
-            options = {field: value for field, value in (paid or {}).items() if field != "weight"}
-            theirs = [episode for episode in episodes if episode["policy"] == name]
-            if not isinstance(paid, dict) or not theirs:
+            options = dict(paid) if isinstance(paid, dict) else {}  # a number is its weight alone
+            options.pop("weight", None)
+            # A component of one's own may have this name, and other parts.
+            is_built_in = paid is not None and options.pop("path", COMPONENTS["canvas"]) == COMPONENTS["canvas"]
+            names = required_outcomes({"canvas": 1.0})
+            # An episode that failed may report nothing.
+            theirs = [each for each in episodes if each["policy"] == name and set(names) <= each["outcome"].keys()]
+            if not is_built_in or not theirs:
                 continue
-            names = [each for each in inspect.signature(canvas).parameters if each in theirs[0]["outcome"]]
-            outcomes = {each: jnp.array([episode["outcome"].get(each, 0.0) for episode in theirs]) for each in names}
+            outcomes = {each: jnp.array([episode["outcome"][each] for episode in theirs]) for each in names}
             correct = outcomes.pop("correctness")
             # By the reward function itself, also with a wrong answer: that leaves base + S, whatever the options are.
             unsolved = np.asarray(canvas(jnp.zeros_like(correct), **outcomes, **options))

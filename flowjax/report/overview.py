@@ -23,7 +23,7 @@ _PHASES = {  # of a step: field of its line -> name on the page
 }
 _EVALUATED = (
     "step", "versions", "success_rate", "low", "high", "tasks", "episodes", "unfinished", "seconds", "asked", "sources",
-    "policies", "turns_mean",
+    "policies", "turns_mean", "unrewarded",
 )  # fmt: skip
 _SHOWN_EVENTS = ("restart", "down", "failed", "paused", "kill", "moved")
 

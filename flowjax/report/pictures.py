@@ -246,21 +246,24 @@ def state_graph(
     """
     found = state_values(table, **options)
     columns = columns_of(table)
-    before, earned = np.asarray(found.before), np.asarray(found.earned)
-    after = np.where(columns["terminal"], earned, np.asarray(found.after))  # an ending shows its reward as its value
+    before, after, earned = np.asarray(found.before), np.asarray(found.after), np.asarray(found.earned)
     given = np.asarray(advantages)
     value: dict[str, float] = {}
+    ended: dict[str, list[float]] = defaultdict(list)  # what was earned at each ending
     kind: dict[str, Kind] = {}
     visits: dict[str, int] = defaultdict(int)
     label: dict[str, str] = {}
     moves: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in np.flatnonzero(columns["mask"] & (columns["group"] == group)):
-        state, target = int(columns["state"][row]), int(columns["next_state"][row])
+        state, onward = int(columns["state"][row]), columns["successor"][row]
+        # To the state of the next turn: of several agents another one acts in the state that the move led to.
+        target = int(columns["next_state"][row] if onward == row else columns["state"][onward])
         source_name, target_name = f"s{state}", f"s{target}"
         if columns["terminal"][row]:
             succeeded = earned[row] > 0 if won is None else won[row]
             target_name = f"{'won' if succeeded else 'end'} s{target}"
             kind[target_name] = "success" if succeeded else "end"
+            ended[target_name].append(float(earned[row]))
         first = bool(columns["step"][row] == 0)
         kind[source_name] = "start" if first else kind.get(source_name, "state")
         kind.setdefault(target_name, "state")
@@ -270,6 +273,7 @@ def state_graph(
         visits[source_name] += first
         visits[target_name] += 1
         moves[source_name, target_name].append(float(given[row]))
+    value |= {name: float(np.mean(rewards)) for name, rewards in ended.items()}
     nodes = (Node(name, value[name], visits[name], kind[name], label[name]) for name in value)
     edges = (Edge(*ends, len(all_given), float(np.mean(all_given))) for ends, all_given in moves.items())
     return StateGraph(tuple(nodes), tuple(edges))

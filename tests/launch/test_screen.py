@@ -158,9 +158,14 @@ def test_without_a_terminal_each_step_is_one_line_told_once(tmp_path):
     writer.write("eval", step=30, success_rate=0.5, low=0.4, high=0.6, **often)
     lost = {"asked": 64, "tasks": 60, "episodes": 60, "unfinished": 4}
     writer.write("eval", step=40, success_rate=0.5, low=0.4, high=0.6, **lost)
+    why = "no reward can be given: KeyError: '[/bold] no\x07 such name'"
+    writer.write("eval", step=50, success_rate=0.5, low=0.4, high=0.6, episodes=60, unrewarded=why)
     screen.refresh()
     screen.close()
     lines = console.export_text().splitlines()
+    shown = "of 60; no reward can be given: KeyError: '[/bold] no\N{REPLACEMENT CHARACTER} such name'"
+    assert lines.pop(6) == f"held out, version 50: success 50.0 % [40.0, 60.0] {shown}"
+    assert "without" in text_of(summary(Progress(tmp_path), wall_s=1.0))
     assert len(lines) == 6 and lines[4].endswith("of 42 tasks in 704 episodes, all there are")
     assert lines[5] == "held out, version 40: success 50.0 % [40.0, 60.0] of 60, 4 came to nothing"
     assert lines[3] == "held out, version 20: success 50.0 % [40.0, 60.0] of 42 tasks in 44 episodes, all there are"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from flowjax.config import load_run, save_run
+from flowjax.monitor.diagnosis import RULES
 from flowjax.monitor.held_out import HeldOutEpisode, write_held_out
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.transcripts import held_out_path, read_lines, write_lines
@@ -438,6 +440,35 @@ def test_episodes_that_came_to_nothing_are_named_beside_the_result(tmp_path: Pat
     async def read(opened: Browser) -> None:
         await opened.open(run / "report.html")
         assert "Not counted: 3 episodes at step 1 that came to nothing." in await opened.text(".verdict")
+
+    visit(read)
+
+
+def test_an_evaluation_without_rewards_says_why(tmp_path: Path):
+    run = record_run(tmp_path / "run", steps=1)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    why = {"unrewarded": "no reward can be given: KeyError: 'tests'"}
+    failed = [line | why if line["kind"] == "eval" else line for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in failed))
+    assert main([str(run)]) == 0
+
+    async def read(opened: Browser) -> None:
+        await opened.open(run / "report.html")
+        said = "Held out at steps 0, 1: no reward can be given: KeyError: 'tests'"
+        assert (await opened.text()).count(said) == 1
+        assert await opened.run("DATA.runs[0].evaluations.pop().step") == 1
+        assert (await opened.run("unrewarded(DATA.runs[0])[0].textContent")).startswith("Held out at step 0: no")
+
+    visit(read)
+
+
+def test_a_run_that_breaks_no_rule_names_them_all(page: Path):
+    async def read(opened: Browser) -> None:
+        await opened.open(page)
+        await opened.run("Object.assign(DATA.runs[0], {problems: [], unjudged: []}).name")
+        said = await opened.run("problemsOf().at(-1).textContent")
+        assert said.startswith("No rule of the diagnosis is broken: ")
+        assert {word for rule in RULES for word in rule.split()} - {"no"} <= set(re.findall(r"\w+", said))
 
     visit(read)
 

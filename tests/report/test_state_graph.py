@@ -2,6 +2,7 @@
 
 import shutil
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,6 +38,19 @@ def test_nodes_and_edges():
     assert edges["s1", "won s2"].advantage > 0 > edges["s1", "end s4"].advantage
     assert edges["s1", "s1"].advantage < 0  # it stayed where it was
     assert len(nodes) == 5  # none of the other task
+
+
+def test_an_ending_has_the_mean_of_what_was_earned_there():
+    table = paths_table([Path([0, 1], [0.5]), Path([0, 1], [1.0])])
+    graph = state_graph(table, np.zeros(len(table.mask)))
+    assert {node.name: node.value for node in graph.nodes}["won s1"] == pytest.approx(0.75)
+
+
+def test_a_move_leads_to_the_state_in_which_its_agent_acts_next():
+    """Another agent acts in state 7, in between."""
+    table = paths_table([Path([0, 1, 2], [0, 1.0])])
+    apart = replace(table, next_state=table.next_state.at[0].set(7))
+    assert state_graph(apart, np.zeros(len(table.mask))) == state_graph(table, np.zeros(len(table.mask)))
 
 
 def test_an_advantage_that_is_shown_as_zero_is_neither_green_nor_signed():

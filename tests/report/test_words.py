@@ -9,7 +9,8 @@ import shutil
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -17,18 +18,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from flowjax.config import ConfigError, default_config, save_run
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.monitor.transcripts import batch_path, read_lines, trained_path, write_lines
 from flowjax.report import page
 from flowjax.report.__main__ import PageHandler, main
-from flowjax.report.credit import explain_credit
+from flowjax.report.credit import explain_credit, value_options
 from flowjax.report.episodes import EpisodePages, RecordedGroup, read_batch
 from flowjax.report.overview import ends_of, methods, overview, pauses, phase_seconds, timeline
 from flowjax.report.page import make_page
 from flowjax.run import read_run
-from tests.report.recorded import TRAINED_LESS, record_run
+from tests.report.recorded import CANVAS, TRAINED_LESS, record_run
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,103 @@ def test_episodes_that_earned_the_same_are_said_to_be_alike(run: Path):
         for group, shown in zip(groups, piece["groups"], strict=True):
             said = [turn["why"] for episode in shown["episodes"] for turn in episode["turns"]]
             assert all(("none is better" in why) == (group.evenness == 0) for why in said)
+
+
+def reexplained(run: Path, groups: list[RecordedGroup], name: str = "gae", **options: Any) -> dict[str, Any]:
+    """The first group as the page would show it, had another estimator given its moves their credit."""
+    for number, turn in enumerate(turn for line in groups[0].lines for turn in line["turns"]):
+        turn.pop("advantage_parts", None)
+        turn["advantage"] = 0.01 * number
+    piece = EpisodePages(read_run(run)).piece(groups)
+    explain_credit(groups, piece, ConfigDict({"name": name, "options": options}))
+    return piece["groups"][0]
+
+
+@pytest.mark.parametrize("lowest", [-1.0, 0.0])
+def test_what_a_move_earned_is_its_reward_even_if_values_are_counted_from_the_lowest(run: Path, lowest: float):
+    groups = read_batch(run, "agent", 1)
+    for place, line in enumerate(groups[0].lines):
+        line["reward"] = lowest + 0.25 * place
+    shown = reexplained(run, groups)
+    for place, episode in enumerate(shown["episodes"]):
+        above = f", {0.25 * place:.2f} above the group's lowest, where" if lowest else ", where"
+        said = episode["turns"][-1]["why"]
+        assert f" and earned {lowest + 0.25 * place:.2f}{above}" in said
+        assert (" above it was to be expected" in said) == bool(lowest)
+    assert shown["graph"]["note"] == ("V is counted from -1, the group's lowest reward." if lowest else "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "terminal", "said"),
+    [
+        ({}, True, "it ended the episode and"),
+        ({}, False, "it was the last before the limit of turns and"),
+        ({"status": "truncated"}, False, "it was its last turn of the episode and"),
+        ({"trajectory_id": "train-1-0/0/agent-1"}, False, "it was its last turn of the episode and"),
+        ({"trajectory_id": "train-1-0/0/agent-1"}, True, "it ended the episode and"),
+    ],
+)
+def test_how_an_episode_ended_is_not_guessed(run: Path, changes: Mapping[str, str], terminal: bool, said: str):
+    groups = read_batch(run, "agent", 1)
+    line = groups[0].lines[0]
+    line |= changes
+    line["turns"][-1]["terminal"] = terminal
+    assert line["group_id"] == "train-1-0"
+    assert said in reexplained(run, groups)["episodes"][0]["turns"][-1]["why"]
+
+
+def test_an_ending_has_the_mean_of_what_counted_episodes_earned_there(run: Path):
+    (first, *_) = read_batch(run, "agent", 1)[0].lines
+    rewards = {"0": 0.0, "1": 0.25, "2": 1.0}
+    lines = [{**first, "trajectory_id": f"train-1-0/{name}", "reward": reward} for name, reward in rewards.items()]
+    lines.append({**first, "trajectory_id": "train-1-0/3", "reward": 5.0, "status": "env_error"})
+    (end,) = [node for node in reexplained(run, [RecordedGroup("train-1-0", lines)])["graph"]["nodes"] if node["end"]]
+    assert end["value"] == pytest.approx(1.25 / 3, abs=1e-4) and end["visits"] == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "none_better", "scale", "compared", "note"),
+    [
+        ("rewardflow", True, "", "V ", ""),
+        ("gae", False, "of the whole batch", "V ", ""),
+        ("gigpo", True, "", "moves from the same state", "Credit by gigpo is not made of this V."),
+        ("published.rewardflow", False, "", "moves from the same state", "is not made of this V."),
+        ("discounted_return", False, "", "all moves of the group", "is not made of this V."),
+        ("reinforce_plus_plus", False, "of the whole batch", "all moves of the batch", "is not made of this V."),
+        (f"{__name__}:odd_options", False, "compares it is not known here", "", "V has "),
+    ],
+)
+def test_credit_is_explained_by_what_its_estimator_compares(
+    run: Path, name: str, none_better: bool, scale: str, compared: str, note: str
+):
+    groups = read_batch(run, "agent", 1)
+    for line in groups[0].lines:
+        line["reward"] = 0.5
+    shown = reexplained(run, groups, name)
+    assert note in shown["graph"]["note"] and bool(note) == bool(shown["graph"]["note"])
+    for why in (turn["why"] for episode in shown["episodes"] for turn in episode["turns"]):
+        assert ("none is better" in why) == none_better
+        assert scale in why and ("scale of" in why or "not known" in why) == bool(scale)
+        _, _, step = why.partition("This move: ")
+        assert not step or compared in step or "and earned" in step
+        assert name in ("gae", "rewardflow") or not re.search(r"\bV \d|expected", step)
+
+
+def test_gae_that_is_not_whitened_has_the_scale_of_its_values(run: Path):
+    shown = reexplained(run, read_batch(run, "agent", 1), "gae", whitened=False)
+    assert "scale" not in " ".join(turn["why"] for episode in shown["episodes"] for turn in episode["turns"])
+
+
+def test_a_move_leads_to_the_state_in_which_its_agent_acts_next(run: Path):
+    groups = read_batch(run, "agent", 3)
+    for number, turn in enumerate(turn for line in groups[0].lines for turn in line["turns"]):
+        turn["next_state_key"] = f"{number:016x}"  # in which another agent acts
+    graph = reexplained(run, groups)["graph"]
+    assert all(node["visits"] for node in graph["nodes"])
+    for edge in graph["edges"]:
+        for e, t in edge["moves"]:
+            turns = groups[0].lines[e]["turns"]
+            assert t + 1 == len(turns) or edge["target"] == turns[t + 1]["state_key"]
 
 
 def test_every_move_of_a_graph_is_a_turn_and_every_turn_is_in_one_move(run: Path):
@@ -197,6 +296,40 @@ def test_a_world_that_has_gone_costs_the_drawings_and_nothing_else(run: Path):
     assert "states are not drawn" in without and "states are not drawn" not in make_page([run])
 
 
+def odd_options(table, *, gamma: float | None = None, rewards: tuple[str, ...] = ("a", "b")):
+    """An estimator of one's own, with options that mean something else."""
+    del gamma, rewards
+    return table.score
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "gamma", "noted"),
+    [
+        (f"{__name__}:odd_options", {"gamma": 0.5, "rewards": "reward"}, 0.5, ""),
+        (f"{__name__}:odd_options", {"gamma": 1, "rewards": "reward"}, 1, ""),
+        (f"{__name__}:odd_options", {"rewards": "reward"}, 0.9, "V has gamma 0.9, for that of {name} is None."),
+        (f"{__name__}:odd_options", {"gamma": 2.0, "rewards": "reward"}, 0.9, "for that of {name} is 2.0."),
+        (f"{__name__}:odd_options", {"gamma": True, "rewards": "reward"}, 0.9, "for that of {name} is True."),
+        (
+            f"{__name__}:odd_options",
+            {"gamma": (0.9, 0.5)},
+            0.9,
+            "V has rewards score, for that of {name} is ('a', 'b')",
+        ),
+        ("no.such.module:credit", {"gamma": 0.5}, 0.9, "V has gamma 0.9, for its estimator cannot be read ("),
+    ],
+)
+def test_an_estimator_that_is_not_here_or_has_options_of_its_own_costs_their_values_and_nothing_else(
+    tmp_path: Path, name: str, options: Mapping[str, Any], gamma: float, noted: str
+):
+    changes = {"credit.name": name, "credit.options": dict(options)}
+    run = record_run(tmp_path / "run", steps=1, groups=1, size=2, changes=changes)
+    assert make_page([run])
+    assert value_options(read_run(run).policies["agent"].credit)["gamma"] == gamma
+    note = explained(run, 0)[1]["groups"][0]["graph"]["note"]
+    assert noted.format(name=name) in note and bool(note) == bool(noted)
+
+
 def test_what_executors_cost_is_said_of_a_whole_run_or_not_at_all(tmp_path: Path, monkeypatch):
     run = record_run(tmp_path / "run", steps=4, groups=2, size=2)
     for step in range(4):
@@ -212,6 +345,34 @@ def test_what_executors_cost_is_said_of_a_whole_run_or_not_at_all(tmp_path: Path
     assert cost() == 4 * 2 * 2 * 0.5
     monkeypatch.setattr(page, "_MOST_GROUPS", 4)
     assert cost() is None
+
+
+def answers_alone(correctness, *, bonus: float = 0.1):
+    """A reward of one's own."""
+    return correctness + bonus
+
+
+@pytest.mark.parametrize(
+    ("components", "explained"),
+    [
+        ({"canvas": 1.0}, True),
+        ({"canvas": {"path": "flowjax.rewards:canvas", "base": -0.5}}, True),
+        ({"canvas": {"path": f"{__name__}:answers_alone", "bonus": 0.2}}, False),
+        ({"success": 1.0}, False),
+    ],
+)
+def test_a_canvas_reward_is_explained_if_it_is_the_built_in_one(
+    tmp_path: Path, components: Mapping[str, Any], explained: bool
+):
+    run = record_run(tmp_path / "run", steps=1, groups=1, size=2, played=replace(CANVAS, components=components))
+    groups = read_batch(run, "agent", 0)
+    groups[0].lines[0]["outcome"] = {}  # as of an episode that failed
+    (shown,) = EpisodePages(read_run(run)).piece(groups)["groups"]
+    failed, played = (episode.get("structure") for episode in shown["episodes"])
+    assert failed is None and (played is not None) == explained
+    if played is not None:
+        reward = groups[0].lines[1]["reward"]
+        assert played["base"] + played["S"] + played["paid"] == pytest.approx(reward, abs=1e-3)
 
 
 def test_a_run_of_long_episodes_is_shown_in_part(run: Path, monkeypatch):

@@ -22,7 +22,7 @@ SECTIONS.credit = {
     replace(target,
       make("h2", {}, "Why a move got its credit"),
       make("p", {class: "hint"}, "Every box is a state that the group's episodes were in, with its value V (what the policy could expect from there) and how often it was visited. " +
-        "Green moves were better than expected, orange ones worse; thicker ones were made more often. Choose a move to see the turns that made it."),
+        "Green moves have an advantage above 0, orange ones below; thicker ones were made more often. Choose a move to see the turns that made it." + (group.graph?.note ? ` ${group.graph.note}` : "")),
       make("div", {class: "filters"},
         choice("Batch", creditPieces().map(({run: of, piece}) => [piece.key, `${DATA.runs.length > 1 ? `${of.name}, ` : ""}${piece.label}`]), described.key, (key) => goTo("credit", key)),
         choice("Group", made.groups.map((one, i) => [i, `${i + 1}: ${one.episodes.filter((e) => wonOrLost(e) === "won").length} of ${one.episodes.length} won`]), place, (value) => goTo("credit", described.key, value)),
@@ -111,7 +111,7 @@ function nodeBox(made, node, x, y, share, lines) {
     make("title", {}, `${label}\n${made.views[node.view]}`),
     make("rect", {x, y, width: NODE.width, height: NODE.height, rx: 8, style: `--share:${Math.round(55 * Math.max(share, 0))}%`}),
     picture ? make("image", {href: imageOf(picture), x: x + (NODE.width - NODE.picture) / 2, y: y + 8, width: NODE.picture, height: NODE.picture, preserveAspectRatio: "xMidYMid meet"})
-      : lines.map((line, i) => make("text", {x: x + 6, y: y + 18 + 13 * i, class: "view"}, shorten(line, 14))),
+      : (lines.length ? lines : ["not recorded"]).map((line, i) => make("text", {x: x + 6, y: y + 18 + 13 * i, class: "view"}, shorten(line, 14))),
     make("text", {x: x + NODE.width / 2, y: y + NODE.height - 26, "text-anchor": "middle", class: "name"}, node.end || (node.start ? "start" : "")),
     make("text", {x: x + NODE.width / 2, y: y + NODE.height - 10, "text-anchor": "middle"}, `V ${number(node.value, 2)} ×${node.visits}`));
 }

@@ -6,7 +6,7 @@ SECTIONS.overview = {
     if (this.drawn) return;
     this.drawn = true;
     replace(document.getElementById("section-overview"),
-      DATA.runs.flatMap((run) => verdicts(run)), problemsOf(), heldOutCharts(), timeParts(), metricCharts(), valuesAtStep(), eventsTable(), provenance());
+      DATA.runs.flatMap((run) => [verdicts(run), unrewarded(run)]), problemsOf(), heldOutCharts(), timeParts(), metricCharts(), valuesAtStep(), eventsTable(), provenance());
   },
 };
 
@@ -42,13 +42,20 @@ function verdicts(run) {
     ` (${change >= 0 ? "+" : "−"}${Math.abs(change).toFixed(1)} points). Step ${first.step}: ${said(first)}, step ${final.step}: ${said(final)}, 95 % intervals over ${number(final.tasks)} tasks. ${apart}${lost}`)];
 }
 
+// Why evaluations have no rewards, each reason once.
+function unrewarded(run) {
+  const steps = new Map();
+  for (const one of run.evaluations) if (one.unrewarded) steps.set(one.unrewarded, [...(steps.get(one.unrewarded) || []), one.step]);
+  return [...steps].map(([why, those]) => make("p", {class: "bad"}, `${DATA.runs.length > 1 ? `${run.name}, held` : "Held"} out at step${those.length > 1 ? "s" : ""} ${those.join(", ")}: ${why}`));
+}
+
 function problemsOf() {
   const of = (name) => DATA.runs.flatMap((run) => run[name].map((text) => DATA.runs.length > 1 ? `${run.name}, ${text}` : text));
   const found = of("problems"), early = of("unjudged");
   const isTrained = DATA.runs.some((run) => Object.keys(run.policies).length);  // rules are about training: an evaluation breaks none
   return [found.length ? make("div", {class: "problems", role: "note"}, make("h2", {}, "What looks wrong"), make("ul", {}, found.map((text) => make("li", {}, text)))) : null,
     early.length ? make("p", {class: "hint"}, `Diagnosis: ${early.join("; ")}.`) : null,
-    isTrained && !found.length && !early.length ? make("p", {class: "fine"}, "No rule of the diagnosis is broken: signal, entropy, cut and invalid replies, mismatch, skipped updates.") : null];
+    isTrained && !found.length && !early.length ? make("p", {class: "fine"}, "No rule of the diagnosis is broken: signal, entropy, cut and invalid replies, mismatch, skipped updates, lost success.") : null];
 }
 
 // The lines of all charts: one for each method and policy, with the same colour in every chart.
