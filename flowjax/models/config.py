@@ -402,7 +402,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def _window_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
     window = config.sliding_window_tokens
     # Where the field is missing, these families have a window by default: without one, null must be written.
-    if config.architecture == "mistral" or (family.gemma and window is None):
+    if (config.architecture == "mistral" and not config.full_attention_layers) or (family.gemma and window is None):
         return {"sliding_window": window}
     if window is None:
         return {}

@@ -113,6 +113,17 @@ def test_a_window_that_is_not_named_is_that_of_transformers():
         assert parse_config(hf_config(without, "bfloat16")) == without
 
 
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma2"])
+def test_layers_without_the_window_are_written(kind: str):
+    kinds = ["sliding_attention", "full_attention"] * (int(QWEN3["num_hidden_layers"]) // 2)
+    described = {name: value for name, value in QWEN3.items() if name != "hidden_act"}
+    described |= {"model_type": kind, "use_sliding_window": True, "sliding_window": 8, "layer_types": kinds}
+    config = parse_config(described)
+    written = hf_config(config, "bfloat16")
+    assert written["layer_types"] == kinds
+    assert parse_config(written) == config
+
+
 @pytest.mark.parametrize("name", ["hidden_size", "layers", "heads", "kv_heads", "ffn_size"])
 def test_sizes_are_at_least_one(name):
     with pytest.raises(ModelError, match=f"config.model.nano is .*{name} is 0: it must be at least 1"):

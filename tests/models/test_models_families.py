@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
     "mistral": ("mistral", {"sliding_window": 6, "head_dim": 8}),
+    "mistral_types": ("mistral", {"sliding_window": 6, "num_hidden_layers": 3, "layer_types": PATTERN}),
     "gemma2": (
         "gemma2",
         {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 6}
