@@ -224,8 +224,14 @@ def _refuse_unsupported(raw: Mapping[str, Any], kind: str, source: str) -> None:
     for name, accepted in wanted.items():
         if name in raw and raw[name] not in accepted:
             raise ModelError(f"{source}: {name} is {raw[name]!r}; for {kind} only {accepted[0]!r} is implemented")
-    if kind == "llama" and raw.get("sliding_window") and SLIDING in (raw.get("layer_types") or ()):
+    types = raw.get("layer_types") or ()
+    if kind == "llama" and raw.get("sliding_window") and SLIDING in types:
         raise ModelError(f"{source}: layer_types has {SLIDING!r}; for llama only {FULL!r} is implemented")
+    # transformers has the window on all layers of this family, whatever the types say, and vLLM then on none.
+    if kind == "qwen3_moe" and raw.get("use_sliding_window") and raw.get("sliding_window") and FULL in types:
+        raise ModelError(
+            f"{source}: layer_types has {FULL!r}; for qwen3_moe with a window only {SLIDING!r} is implemented"
+        )
 
 
 def _window(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:

@@ -96,6 +96,19 @@ def test_what_an_engine_would_do_otherwise_is_refused(kind: str):
             parse_config(described | windows)
 
 
+def test_experts_have_one_window_for_all_layers():
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    described = QWEN3 | sizes | {"model_type": "qwen3_moe", "sliding_window": 8, "use_sliding_window": True}
+    kinds = ["sliding_attention"] * int(QWEN3["num_hidden_layers"])
+    config = parse_config(described | {"layer_types": kinds})
+    assert config.sliding_window_tokens == 8
+    assert parse_config(hf_config(config, "bfloat16")) == config
+    mixed = {"layer_types": ["full_attention", *kinds[1:]]}
+    with pytest.raises(ModelError, match="has 'full_attention'; for qwen3_moe with a window only 'sliding_attention'"):
+        parse_config(described | mixed)
+    assert parse_config(described | mixed | {"use_sliding_window": False}).sliding_window_tokens is None
+
+
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
 def test_a_window_of_no_tokens_is_none(kind: str):
     """As engines read it."""
