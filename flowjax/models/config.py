@@ -164,7 +164,8 @@ def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCo
     kind = raw.get("model_type")
     if kind == "gemma3" and isinstance(raw.get("text_config"), Mapping):  # an image model: its text part alone
         ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in raw}
-        raw, kind = ids | dict(raw["text_config"]), "gemma3_text"
+        tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}  # the text part's own is not looked at
+        raw, kind = ids | dict(raw["text_config"]) | tied, "gemma3_text"
     if kind not in FAMILIES:
         raise ModelError(
             f"{source}: model_type is {kind!r}, which is not one of {', '.join(sorted([*FAMILIES, 'gemma3']))}"

@@ -220,13 +220,28 @@ def _check_tensors(tensors: TensorFolder, specs: dict[str, ParamSpec], config: M
                 "config.json belongs to another model"
             )
     # Some folders also store a tied head, or the rotary frequencies, which follow from config.json.
-    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
+    ignored = {_OUTER["lm_head"]} if config.tie_embeddings else set()
+    if any(name in tensors and not _same(tensors, name, _OUTER["embedding"]) for name in ignored):
+        raise ModelError(
+            f"{tensors.folder}: lm_head.weight is not the embedding, to which config.json ties it: set "
+            "tie_word_embeddings to false there, as transformers keeps the two apart"
+        )
     unknown = sorted(n for n in tensors.names() - set(wanted) - ignored if not n.endswith("rotary_emb.inv_freq"))
     if unknown:
         raise ModelError(
             f"{tensors.folder} has {len(unknown)} tensors that a {config.architecture} model does not use, such as "
             f"{unknown[0]}: adapters must be merged, and quantised models are not supported"
         )
+
+
+def _same(tensors: TensorFolder, name: str, other: str) -> bool:
+    """True for two tensors with the same numbers; a piece at a time, since tables are large."""
+    rows, *columns = shape = tensors.shape(other)
+    step = max(1, PIECE_BYTES // (4 * math.prod(columns)))
+    cuts = [(slice(first, min(first + step, rows)),) for first in range(0, rows, step)]
+    return tensors.shape(name) == shape and all(
+        np.array_equal(tensors.read(name, cut), tensors.read(other, cut)) for cut in cuts
+    )
 
 
 def _read_part(tensors: TensorFolder, name: str, spec: ParamSpec, config: ModelConfig, index: Any) -> np.ndarray:

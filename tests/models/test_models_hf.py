@@ -182,6 +182,23 @@ def test_tensor_nobody_uses(qwen3):
         load_decoder(qwen3)
 
 
+def test_a_head_that_is_not_the_embedding_is_not_dropped(qwen3, monkeypatch):
+    described = json.loads((qwen3 / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (qwen3 / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ModelError, match=r"lm_head.weight is not the embedding, .* set tie_word_embeddings to false"):
+        load_decoder(qwen3)
+    monkeypatch.setattr(hf, "PIECE_BYTES", 1_000)
+    _edit(qwen3, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    assert load_decoder(qwen3).config.tie_embeddings
+
+    def last_row(tensors: dict[str, np.ndarray]) -> None:
+        tensors["lm_head.weight"][-1, -1] += 1.0
+
+    _edit(qwen3, last_row)
+    with pytest.raises(ModelError, match=r"lm_head.weight is not the embedding"):
+        load_decoder(qwen3)
+
+
 def test_no_safetensors(qwen3):
     (qwen3 / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has no \*.safetensors file: download the model in safetensors format"):
