@@ -114,7 +114,16 @@ class TensorFolder:
                     f"{folder} has no *.safetensors file: download the model in safetensors format "
                     "(PyTorch .bin files are not read)"
                 )
-            files = {name: path.name for path in paths for name in self._open(path).keys()}  # noqa: SIM118 (not a mapping)
+            files = {}
+            # Mistral's own layout of the same weights may lie beside them: "consolidated.safetensors".
+            for path in [path for path in paths if not path.name.startswith("consolidated")] or paths:
+                names = set(self._open(path).keys())
+                if twice := sorted(names & files.keys()):  # engines read all files, and the last would count
+                    raise ModelError(
+                        f"{folder} has {twice[0]} in {files[twice[0]]} and in {path.name}, and no index says which "
+                        "counts: remove one of them, or download the model again"
+                    )
+                files |= dict.fromkeys(names, path.name)
         self._names = {_text_name(name): name for name in files if not name.startswith(_OTHER_PARTS)}
         self._files: dict[str, str] = files
         self._handles: dict[str, Any] = {}

@@ -205,6 +205,20 @@ def test_no_safetensors(qwen3):
         load_decoder(qwen3)
 
 
+def test_names_in_two_files_without_an_index(qwen3):
+    """The last file by alphabet had counted, a backup say."""
+    save_file({"tok_embeddings.weight": np.ones(3, np.float32)}, str(qwen3 / "consolidated.safetensors"))
+    assert load_decoder(qwen3).config.architecture == "qwen3"
+    names = load_file(qwen3 / "model.safetensors")
+    save_file({"model.norm.weight": names["model.norm.weight"]}, str(qwen3 / "old.safetensors"))
+    with pytest.raises(ModelError, match=r"has model.norm.weight in model.safetensors and in old.safetensors, and no"):
+        load_decoder(qwen3)
+    (qwen3 / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
+    )
+    assert load_decoder(qwen3).config.architecture == "qwen3"
+
+
 def test_file_of_an_index_is_missing(qwen3):
     names = load_file(qwen3 / "model.safetensors")
     index = {"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
