@@ -301,7 +301,10 @@ def merged_tensors(decoder: Decoder, dtype: DTypeLike) -> Iterator[tuple[str, np
             if lora is not None and name in decoder.adapter:
                 a, b = (np.asarray(decoder.adapter[name][part].get_value()[place]) for part in ("a", "b"))
                 values = merge(values, a, b, lora.scale)
-            values = values.astype(np.dtype(dtype))
+            with np.errstate(over="ignore"):
+                values = values.astype(np.dtype(dtype))
+            if values.dtype == np.float16 and not np.isfinite(values).all():
+                raise ModelError(f"{names[place]} has numbers that float16 does not hold, or not finite: use bfloat16")
             yield str(names[place]), np.ascontiguousarray(values.T if _transposed(name) else values)
 
 

@@ -157,6 +157,15 @@ def test_merging_happens_in_float32():
     assert np.unique(merged.astype(np.float32)).tolist() == [1.25]
 
 
+def test_numbers_beyond_float16_are_not_written(tmp_path):
+    decoder = tiny_decoder()
+    weight = decoder.layers["down_proj"].get_value()
+    decoder.layers["down_proj"].set_value(weight.at[1, 0, 0].set(70_000.0))
+    with pytest.raises(ModelError, match=r"layers.1.mlp.down_proj.weight has numbers that float16 does not hold"):
+        save_decoder(decoder, tmp_path / "out", dtype="float16")
+    save_decoder(decoder, tmp_path / "out", dtype="bfloat16")
+
+
 def _edit(folder, change):
     path = folder / "model.safetensors"
     tensors = load_file(path)
