@@ -183,7 +183,7 @@ def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCo
         window, full_layers = _window(raw, family, layers)
         switches: dict[str, Any] = dict(family.switches)
         if family.gemma:
-            switches |= _gemma(raw, hidden_size, source)
+            switches |= _gemma(raw, kind, hidden_size, source)
         return ModelConfig(
             vocab_size=int(raw["vocab_size"]),
             hidden_size=hidden_size,
@@ -255,13 +255,14 @@ def _window(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | 
     return int(window), full
 
 
-def _gemma(raw: Mapping[str, Any], hidden_size: int, source: str) -> dict[str, Any]:
+def _gemma(raw: Mapping[str, Any], kind: str, hidden_size: int, source: str) -> dict[str, Any]:
     """Settings that only Gemma has."""
     switches = {
         "activation": "gelu_tanh",
         "embedding_scale": hidden_size**0.5,
         "attention_scale": float(raw["query_pre_attn_scalar"]) ** -0.5,
-        "attention_soft_cap": raw.get("attn_logit_softcapping"),
+        # Gemma 3's configs may have it, but neither transformers nor vLLM applies it there.
+        "attention_soft_cap": raw.get("attn_logit_softcapping") if kind == "gemma2" else None,
         "logit_soft_cap": raw.get("final_logit_softcapping"),
     }
     if "rope_local_base_freq" in raw:

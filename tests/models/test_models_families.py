@@ -57,7 +57,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "gemma3_text",
         {"head_dim": 8, "num_hidden_layers": 3, "layer_types": PATTERN, "sliding_window": 6}
-        | {"rope_parameters": TWO_ROPES, "query_pre_attn_scalar": 12},
+        | {"rope_parameters": TWO_ROPES, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
     ),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
     "qwen3_moe_mixed": (
