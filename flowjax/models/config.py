@@ -137,9 +137,11 @@ def read_config(folder: str | Path) -> ModelConfig:
         )
     try:
         raw = json.loads(path.read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("it is no JSON object")
     except FileNotFoundError as error:
         raise ModelError(f"{path} is missing: a Hugging Face model folder has one") from error
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error}): download the model again") from error
     return parse_config(raw, source=str(path))
 
@@ -166,17 +168,17 @@ def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCo
         ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in raw}
         tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}  # the text part's own is not looked at
         raw, kind = ids | dict(raw["text_config"]) | tied, "gemma3_text"
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
             f"{source}: model_type is {kind!r}, which is not one of {', '.join(sorted([*FAMILIES, 'gemma3']))}"
         )
     family = FAMILIES[kind]
     raw = {
         **family.defaults,
-        **{name: value for name, value in raw.items() if value is not None or name not in _ABSENT},
+        **{name: value for name, value in raw.items() if value is not None or name not in (*_ABSENT, *_SHAPE)},
     }
-    _refuse_unsupported(raw, kind, source)
     try:
+        _refuse_unsupported(raw, kind, source)
         hidden_size, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
         layers = int(raw["num_hidden_layers"])
         rope = _rope(raw, FULL)
@@ -201,13 +203,17 @@ def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCo
             full_attention_layers=full_layers,
             experts=_experts(raw, layers) if kind == "qwen3_moe" else None,
             max_positions=int(raw.get("max_position_embeddings", 32768)),
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=_id_tuple(raw.get("eos_token_id")),
-            pad_token_id=raw.get("pad_token_id"),
+            bos_token_id=next(iter(_ids(raw, "bos_token_id")), None),
+            eos_token_ids=_ids(raw, "eos_token_id"),
+            pad_token_id=next(iter(_ids(raw, "pad_token_id")), None),
             **switches,
         )
     except KeyError as error:
         raise ModelError(f"{source} lacks the field {error.args[0]!r}: it is not a complete {kind} config") from error
+    except ModelError:
+        raise
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{source} has a field of another kind than {kind} configs have ({error})") from error
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], kind: str, source: str) -> None:
@@ -285,10 +291,12 @@ def _experts(raw: Mapping[str, Any], layers: int) -> Experts:
     )
 
 
-def _id_tuple(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def _ids(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = raw.get(name)
+    ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
+    if not all(isinstance(each, int) for each in ids):
+        raise TypeError(f"{name} is {value!r}")
+    return ids
 
 
 def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -73,6 +73,11 @@ def test_what_is_written_is_read(tmp_path, changes, tied):
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; for qwen3 only 'silu' is implemented"),
         ({"attention_bias": True}, "attention_bias is True; for qwen3 only False is implemented"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'; only 'default', 'linear'"),
+        ({"hidden_size": None}, "config.json lacks the field 'hidden_size': it is not a complete qwen3 config"),
+        ({"intermediate_size": []}, r"config.json has a field of another kind than qwen3 configs have \(int\(\) arg"),
+        ({"eos_token_id": "</s>"}, r"another kind than qwen3 configs have \(eos_token_id is '</s>'\)"),
+        ({"pad_token_id": "<pad>"}, r"another kind than qwen3 configs have \(pad_token_id is '<pad>'\)"),
+        ({"rope_scaling": 4}, r"another kind than qwen3 configs have \("),
         ({"num_key_value_heads": 3}, "heads is 16 and kv_heads is 3: heads must be a multiple of it"),
         ({"head_dim": 65}, "head_dim is 65: rotary positions need an even one"),
     ],
@@ -153,6 +158,7 @@ def test_unreadable_folders(tmp_path):
         read_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config.json is missing: a Hugging Face model folder has one"):
         read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config.json cannot be read .*: download the model again"):
-        read_config(tmp_path)
+    for written in ("{", "[]"):
+        (tmp_path / "config.json").write_text(written)
+        with pytest.raises(ModelError, match=r"config.json cannot be read .*: download the model again"):
+            read_config(tmp_path)
