@@ -69,7 +69,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", {"qk_norm": False}, {"rope_theta": 1e4}),
     "mistral": Family("MistralForCausalLM", {"qk_norm": False}, {"rope_theta": 1e4, "sliding_window": 4096}),
     "qwen2": Family("Qwen2ForCausalLM", {"qk_norm": False, "qkv_bias": True}, _QWEN, window_switch=True),
-    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, _QWEN, window_switch=True),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, _QWEN | {"head_dim": 128}, window_switch=True),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", {"qk_norm": True}, _QWEN, window_switch=True),
 }
 
@@ -107,7 +107,6 @@ _SHAPES: dict[str, dict[str, tuple[Any, ...]]] = {
         "Llama-3.1-8B": (4096, 32, 32, 8, 14336, 128256, False),
     },
 }
-_HEAD_DIM = {"qwen3": 128}  # in other families it is the hidden size over the heads
 _VARIANTS = ("-Instruct", "-Base")  # endings of names, of models with the same shape
 
 
@@ -118,7 +117,7 @@ def known_shape(name: str) -> ModelConfig | None:
     for kind, shapes in _SHAPES.items():
         if name in shapes:
             fields = dict(zip(_SHAPE, shapes[name], strict=True))
-            return parse_config({"model_type": kind, "head_dim": _HEAD_DIM.get(kind), **fields}, source=name)
+            return parse_config({"model_type": kind, **fields}, source=name)
     return None
 
 
@@ -164,6 +163,8 @@ def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCo
         ModelError: an unknown model_type, a missing field, or a switch that this decoder does not have.
     """
     kind = raw.get("model_type")
+    if raw.get("quantization_config"):
+        raise ModelError(f"{source} has quantization_config: quantised models are not read, take the one before that")
     if kind == "gemma3" and isinstance(raw.get("text_config"), Mapping):  # an image model: its text part alone
         ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in raw}
         tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}  # the text part's own is not looked at
@@ -232,6 +233,8 @@ def _refuse_unsupported(raw: Mapping[str, Any], kind: str, source: str) -> None:
         if name in raw and raw[name] not in accepted:
             raise ModelError(f"{source}: {name} is {raw[name]!r}; for {kind} only {accepted[0]!r} is implemented")
     types = raw.get("layer_types") or ()
+    if unknown := [each for each in types if each not in (SLIDING, FULL)]:
+        raise ModelError(f"{source}: layer_types has {unknown[0]!r}; only {FULL!r} and {SLIDING!r} are implemented")
     if kind == "llama" and raw.get("sliding_window") and SLIDING in types:
         raise ModelError(f"{source}: layer_types has {SLIDING!r}; for llama only {FULL!r} is implemented")
     # transformers has the window on all layers of this family, whatever the types say, and vLLM then on none.
@@ -309,7 +312,9 @@ def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
     else:
         rope = dict(new or raw.get("rope_scaling") or {})
     default = raw["rope_local_base_freq"] if kind == SLIDING else raw["rope_theta"]
-    return {"rope_type": rope.get("type", "default"), **rope, "rope_theta": rope.get("rope_theta") or default}
+    left_out = {"original_max_position_embeddings": raw.get("max_position_embeddings")}
+    left_out["rope_type"] = rope.get("type", "default")
+    return left_out | rope | {"rope_theta": rope.get("rope_theta") or default}
 
 
 def _scaling(rope: Mapping[str, Any], source: str) -> AnyScaling | None:

@@ -11,7 +11,7 @@ from tiny_models import TINY
 from flowjax.models.config import hf_config, parse_config, read_config
 from flowjax.models.decoder import base_specs
 from flowjax.models.nano import nano_config
-from flowjax.models.shape import ModelError, RopeScaling
+from flowjax.models.shape import ModelError, RopeScaling, YarnScaling
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -55,6 +55,16 @@ def test_old_and_new_layout_of_rotary_fields_agree():
     assert parse_config(old).rope_theta == 5e5
 
 
+def test_what_is_left_out_is_as_in_transformers():
+    without = {name: value for name, value in QWEN3.items() if name != "head_dim"}
+    assert parse_config(without).head_dim == 128
+    assert parse_config(without | {"model_type": "qwen2"}).head_dim == 64
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+    assert parse_config(QWEN3 | {"rope_parameters": yarn}).rope_scaling == YarnScaling(4.0, 40960)
+    yarn["original_max_position_embeddings"] = 32768
+    assert parse_config(QWEN3 | {"rope_parameters": yarn}).rope_scaling == YarnScaling(4.0, 32768)
+
+
 @pytest.mark.parametrize("changes", [{}, {"architecture": "qwen2", "qk_norm": False, "qkv_bias": True}])
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_written_is_read(tmp_path, changes, tied):
@@ -79,6 +89,14 @@ def test_what_is_written_is_read(tmp_path, changes, tied):
         ({"pad_token_id": "<pad>"}, r"another kind than qwen3 configs have \(pad_token_id is '<pad>'\)"),
         ({"rope_scaling": 4}, r"another kind than qwen3 configs have \("),
         ({"num_key_value_heads": 3}, "heads is 16 and kv_heads is 3: heads must be a multiple of it"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "has 'chunked_attention'; only 'full_attention' and",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "config.json has quantization_config: quantised models are",
+        ),
         ({"head_dim": 65}, "head_dim is 65: rotary positions need an even one"),
     ],
 )
