@@ -33,6 +33,7 @@ from flowjax.models.config import read_config
 from flowjax.models.decoder import set_adapter
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import Lora, adapter_from_peft, peft_tensors
+from flowjax.models.params import DENSE
 from flowjax.models.shape import ModelError
 from flowjax.monitor.held_out import oldest_first, read_held_out, rows, summarise
 from flowjax.monitor.metrics import read_metrics
@@ -52,7 +53,8 @@ def export(checkpoint: Path, out: Path, *, form: str, dtype: str = "") -> None:
     """Write `out` from a committed checkpoint of a run; the folder appears once it is complete.
 
     Raises:
-        ConfigError: an unknown format or dtype, a checkpoint or run that does not exist, or an `out` that does.
+        ConfigError: an unknown format or dtype, a checkpoint or run that does not exist, an `out` that does, or an
+            adapter that PEFT would not apply in full.
         CheckpointError, ModelError: the checkpoint cannot be read, has numbers that are not finite, or does not fit the
             run's model.
     """
@@ -124,6 +126,11 @@ def _write_peft(policy: Policy, arrays: dict | None, out: Path, named: str, card
     if policy.train == "full" or arrays is None:
         raise ConfigError("--format=peft is for adapters, but the run has config.policy.train 'full': use --format=hf")
     model, lora = read_config(Path(policy.base.model.path)), Lora(**policy.lora.to_dict())
+    if model.experts is not None and model.dense_layers and (lost := [name for name in lora.targets if name in DENSE]):
+        raise ConfigError(
+            "--format=peft: the model has layers with experts and layers without, of which "
+            f"PEFT would drop the adapters of {', '.join(lost)}: use --format=hf"
+        )
     tensors = peft_tensors(arrays, model, lora)
     adapter_from_peft(tensors, model, lora)  # for its checks
     write_peft_folder(out.absolute(), tensors, peft_config(lora, named), card=card)

@@ -1,5 +1,6 @@
 """Exported checkpoints in the tools they are for: transformers and PEFT give the trainer's own log-probabilities."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -25,7 +27,7 @@ from flowjax.models.decoder import Decoder
 from flowjax.models.hf import load_decoder, save_decoder
 from flowjax.models.lora import Lora, LoraParam
 from flowjax.models.nano import nano_config
-from flowjax.models.shape import ModelError
+from flowjax.models.shape import Experts, ModelError
 from flowjax.monitor.held_out import HeldOutEpisode, summarise, write_held_out
 from flowjax.monitor.metrics import MetricsWriter
 from flowjax.run import resolve, write_models
@@ -92,6 +94,26 @@ def test_peft_gives_our_log_probs(runs: Path, tmp_path: Path):
     base = AutoModelForCausalLM.from_pretrained(runs / "model", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     np.testing.assert_allclose(theirs(model), np.load(runs / "lora.npy"), atol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["q_proj", "up_proj"])
+def test_an_adapter_that_peft_would_drop_in_part_is_refused(tmp_path: Path, target: str):
+    """PEFT applies no adapter to the dense layers beside those with experts."""
+    mixed = replace(MODEL, architecture="qwen3_moe", experts=Experts(4, 2, ffn_size=8, dense_layers=(1,)))
+    save_decoder(Decoder(mixed, dtype=jnp.float32, key=jax.random.key(0)), tmp_path / "model")
+    lora = {"rank": 2, "alpha": 4.0, "targets": (target,)}
+    config = default_config()
+    config.model.path, config.model.dtype = str(tmp_path / "model"), "float32"
+    config.policy.lora.update(lora)
+    save_run(config, tmp_path / "run")
+    model = load_decoder(tmp_path / "model", lora=Lora(**lora), dtype=jnp.float32)
+    with Checkpoints(tmp_path / "run/checkpoints/agent") as checkpoints:
+        checkpoints.save(4, nnx.state(model, LoraParam), {}, {})
+    whole = target == "q_proj"
+    refused = pytest.raises(ConfigError, match="PEFT would drop the adapters of up_proj: use --format=hf")
+    with contextlib.nullcontext() if whole else refused:
+        export(tmp_path / "run/checkpoints/agent/4", tmp_path / "adapter", form="peft")
+    assert (tmp_path / "adapter").exists() == whole
 
 
 def test_the_precision_is_as_asked(runs: Path, tmp_path: Path):

@@ -69,7 +69,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", {"qk_norm": False}, {"rope_theta": 1e4}),
     "mistral": Family("MistralForCausalLM", {"qk_norm": False}, {"rope_theta": 1e4, "sliding_window": 4096}),
     "qwen2": Family("Qwen2ForCausalLM", {"qk_norm": False, "qkv_bias": True}, _QWEN, window_switch=True),
-    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, _QWEN, window_switch=True),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, _QWEN | {"head_dim": 128}, window_switch=True),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", {"qk_norm": True}, _QWEN, window_switch=True),
 }
 
@@ -107,7 +107,6 @@ _SHAPES: dict[str, dict[str, tuple[Any, ...]]] = {
         "Llama-3.1-8B": (4096, 32, 32, 8, 14336, 128256, False),
     },
 }
-_HEAD_DIM = {"qwen3": 128}  # in other families it is the hidden size over the heads
 _VARIANTS = ("-Instruct", "-Base")  # endings of names, of models with the same shape
 
 
@@ -118,7 +117,7 @@ def known_shape(name: str) -> ModelConfig | None:
     for kind, shapes in _SHAPES.items():
         if name in shapes:
             fields = dict(zip(_SHAPE, shapes[name], strict=True))
-            return parse_config({"model_type": kind, "head_dim": _HEAD_DIM.get(kind), **fields}, source=name)
+            return parse_config({"model_type": kind, **fields}, source=name)
     return None
 
 
@@ -137,9 +136,11 @@ def read_config(folder: str | Path) -> ModelConfig:
         )
     try:
         raw = json.loads(path.read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("it is no JSON object")
     except FileNotFoundError as error:
         raise ModelError(f"{path} is missing: a Hugging Face model folder has one") from error
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error}): download the model again") from error
     return parse_config(raw, source=str(path))
 
@@ -162,27 +163,30 @@ def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCo
         ModelError: an unknown model_type, a missing field, or a switch that this decoder does not have.
     """
     kind = raw.get("model_type")
+    if raw.get("quantization_config"):
+        raise ModelError(f"{source} has quantization_config: quantised models are not read, take the one before that")
     if kind == "gemma3" and isinstance(raw.get("text_config"), Mapping):  # an image model: its text part alone
         ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in raw}
-        raw, kind = ids | dict(raw["text_config"]), "gemma3_text"
-    if kind not in FAMILIES:
+        tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}  # the text part's own is not looked at
+        raw, kind = ids | dict(raw["text_config"]) | tied, "gemma3_text"
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
             f"{source}: model_type is {kind!r}, which is not one of {', '.join(sorted([*FAMILIES, 'gemma3']))}"
         )
     family = FAMILIES[kind]
     raw = {
         **family.defaults,
-        **{name: value for name, value in raw.items() if value is not None or name not in _ABSENT},
+        **{name: value for name, value in raw.items() if value is not None or name not in (*_ABSENT, *_SHAPE)},
     }
-    _refuse_unsupported(raw, kind, source)
     try:
+        _refuse_unsupported(raw, kind, source)
         hidden_size, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
         layers = int(raw["num_hidden_layers"])
         rope = _rope(raw, FULL)
         window, full_layers = _window(raw, family, layers)
         switches: dict[str, Any] = dict(family.switches)
         if family.gemma:
-            switches |= _gemma(raw, hidden_size, source)
+            switches |= _gemma(raw, kind, hidden_size, source)
         return ModelConfig(
             vocab_size=int(raw["vocab_size"]),
             hidden_size=hidden_size,
@@ -200,13 +204,17 @@ def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCo
             full_attention_layers=full_layers,
             experts=_experts(raw, layers) if kind == "qwen3_moe" else None,
             max_positions=int(raw.get("max_position_embeddings", 32768)),
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=_id_tuple(raw.get("eos_token_id")),
-            pad_token_id=raw.get("pad_token_id"),
+            bos_token_id=next(iter(_ids(raw, "bos_token_id")), None),
+            eos_token_ids=_ids(raw, "eos_token_id"),
+            pad_token_id=next(iter(_ids(raw, "pad_token_id")), None),
             **switches,
         )
     except KeyError as error:
         raise ModelError(f"{source} lacks the field {error.args[0]!r}: it is not a complete {kind} config") from error
+    except ModelError:
+        raise
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{source} has a field of another kind than {kind} configs have ({error})") from error
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], kind: str, source: str) -> None:
@@ -224,8 +232,16 @@ def _refuse_unsupported(raw: Mapping[str, Any], kind: str, source: str) -> None:
     for name, accepted in wanted.items():
         if name in raw and raw[name] not in accepted:
             raise ModelError(f"{source}: {name} is {raw[name]!r}; for {kind} only {accepted[0]!r} is implemented")
-    if kind == "llama" and raw.get("sliding_window") and SLIDING in (raw.get("layer_types") or ()):
+    types = raw.get("layer_types") or ()
+    if unknown := [each for each in types if each not in (SLIDING, FULL)]:
+        raise ModelError(f"{source}: layer_types has {unknown[0]!r}; only {FULL!r} and {SLIDING!r} are implemented")
+    if kind == "llama" and raw.get("sliding_window") and SLIDING in types:
         raise ModelError(f"{source}: layer_types has {SLIDING!r}; for llama only {FULL!r} is implemented")
+    # transformers has the window on all layers of this family, whatever the types say, and vLLM then on none.
+    if kind == "qwen3_moe" and raw.get("use_sliding_window") and raw.get("sliding_window") and FULL in types:
+        raise ModelError(
+            f"{source}: layer_types has {FULL!r}; for qwen3_moe with a window only {SLIDING!r} is implemented"
+        )
 
 
 def _window(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:
@@ -248,13 +264,14 @@ def _window(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | 
     return int(window), full
 
 
-def _gemma(raw: Mapping[str, Any], hidden_size: int, source: str) -> dict[str, Any]:
+def _gemma(raw: Mapping[str, Any], kind: str, hidden_size: int, source: str) -> dict[str, Any]:
     """Settings that only Gemma has."""
     switches = {
         "activation": "gelu_tanh",
         "embedding_scale": hidden_size**0.5,
         "attention_scale": float(raw["query_pre_attn_scalar"]) ** -0.5,
-        "attention_soft_cap": raw.get("attn_logit_softcapping"),
+        # Gemma 3's configs may have it, but neither transformers nor vLLM applies it there.
+        "attention_soft_cap": raw.get("attn_logit_softcapping") if kind == "gemma2" else None,
         "logit_soft_cap": raw.get("final_logit_softcapping"),
     }
     if "rope_local_base_freq" in raw:
@@ -277,10 +294,12 @@ def _experts(raw: Mapping[str, Any], layers: int) -> Experts:
     )
 
 
-def _id_tuple(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def _ids(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = raw.get(name)
+    ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
+    if not all(isinstance(each, int) for each in ids):
+        raise TypeError(f"{name} is {value!r}")
+    return ids
 
 
 def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -293,7 +312,9 @@ def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
     else:
         rope = dict(new or raw.get("rope_scaling") or {})
     default = raw["rope_local_base_freq"] if kind == SLIDING else raw["rope_theta"]
-    return {"rope_type": rope.get("type", "default"), **rope, "rope_theta": rope.get("rope_theta") or default}
+    left_out = {"original_max_position_embeddings": raw.get("max_position_embeddings")}
+    left_out["rope_type"] = rope.get("type", "default")
+    return left_out | rope | {"rope_theta": rope.get("rope_theta") or default}
 
 
 def _scaling(rope: Mapping[str, Any], source: str) -> AnyScaling | None:
@@ -402,7 +423,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def _window_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
     window = config.sliding_window_tokens
     # Where the field is missing, these families have a window by default: without one, null must be written.
-    if config.architecture == "mistral" or (family.gemma and window is None):
+    if (config.architecture == "mistral" and not config.full_attention_layers) or (family.gemma and window is None):
         return {"sliding_window": window}
     if window is None:
         return {}

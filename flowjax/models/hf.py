@@ -117,7 +117,16 @@ class TensorFolder:
                     f"{folder} has no *.safetensors file: download the model in safetensors format "
                     "(PyTorch .bin files are not read)"
                 )
-            files = {name: path.name for path in paths for name in self._open(path).keys()}  # noqa: SIM118 (not a mapping)
+            files = {}
+            # Mistral's own layout of the same weights may lie beside them: "consolidated.safetensors".
+            for path in [path for path in paths if not path.name.startswith("consolidated")] or paths:
+                names = set(self._open(path).keys())
+                if twice := sorted(names & files.keys()):  # engines read all files, and the last would count
+                    raise ModelError(
+                        f"{folder} has {twice[0]} in {files[twice[0]]} and in {path.name}, and no index says which "
+                        "counts: remove one of them, or download the model again"
+                    )
+                files |= dict.fromkeys(names, path.name)
         self._names = {_text_name(name): name for name in files if not name.startswith(_OTHER_PARTS)}
         self._files: dict[str, str] = files
         self._handles: dict[str, Any] = {}
@@ -233,13 +242,28 @@ def _check_tensors(tensors: TensorFolder, specs: dict[str, ParamSpec], config: M
                 "config.json belongs to another model"
             )
     # Some folders also store a tied head, or the rotary frequencies, which follow from config.json.
-    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
+    ignored = {_OUTER["lm_head"]} if config.tie_embeddings else set()
+    if any(name in tensors and not _same(tensors, name, _OUTER["embedding"]) for name in ignored):
+        raise ModelError(
+            f"{tensors.folder}: lm_head.weight is not the embedding, to which config.json ties it: set "
+            "tie_word_embeddings to false there, as transformers keeps the two apart"
+        )
     unknown = sorted(n for n in tensors.names() - set(wanted) - ignored if not n.endswith("rotary_emb.inv_freq"))
     if unknown:
         raise ModelError(
             f"{tensors.folder} has {len(unknown)} tensors that a {config.architecture} model does not use, such as "
             f"{unknown[0]}: adapters must be merged, and quantised models are not supported"
         )
+
+
+def _same(tensors: TensorFolder, name: str, other: str) -> bool:
+    """True for two tensors with the same numbers; a piece at a time, since tables are large."""
+    rows, *columns = shape = tensors.shape(other)
+    step = max(1, PIECE_BYTES // (4 * math.prod(columns)))
+    cuts = [(slice(first, min(first + step, rows)),) for first in range(0, rows, step)]
+    return tensors.shape(name) == shape and all(
+        np.array_equal(tensors.read(name, cut), tensors.read(other, cut)) for cut in cuts
+    )
 
 
 def _read_part(tensors: TensorFolder, name: str, spec: ParamSpec, config: ModelConfig, index: Any) -> np.ndarray:
@@ -290,7 +314,10 @@ def merged_tensors(decoder: Decoder, dtype: DTypeLike) -> Iterator[tuple[str, np
             if lora is not None and name in decoder.adapter:
                 a, b = (np.asarray(decoder.adapter[name][part].get_value()[place]) for part in ("a", "b"))
                 values = merge(values, a, b, lora.scale)
-            values = values.astype(np.dtype(dtype))
+            with np.errstate(over="ignore"):
+                values = values.astype(np.dtype(dtype))
+            if values.dtype == np.float16 and not np.isfinite(values).all():
+                raise ModelError(f"{names[place]} has numbers that float16 does not hold, or not finite: use bfloat16")
             yield str(names[place]), np.ascontiguousarray(values.T if _transposed(name) else values)
 
 

@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
     "mistral": ("mistral", {"sliding_window": 6, "head_dim": 8}),
+    "mistral_types": ("mistral", {"sliding_window": 6, "num_hidden_layers": 3, "layer_types": PATTERN}),
     "gemma2": (
         "gemma2",
         {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 6}
@@ -56,7 +57,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "gemma3_text",
         {"head_dim": 8, "num_hidden_layers": 3, "layer_types": PATTERN, "sliding_window": 6}
-        | {"rope_parameters": TWO_ROPES, "query_pre_attn_scalar": 12},
+        | {"rope_parameters": TWO_ROPES, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
     ),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
     "qwen3_moe_mixed": (
@@ -165,16 +166,20 @@ def test_the_merged_model_is_read_by_transformers_and_here(pair, tmp_path):
     np.testing.assert_allclose(ours(merged, rows, 1.0), wanted, atol=1e-4)
 
 
-def test_the_text_part_of_an_image_model_is_read(tmp_path):
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_part_of_an_image_model_is_read(tmp_path, tied):
     _, fields = FAMILIES["gemma3"]
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = Gemma3Config(
         text_config=HF_SIZES | fields,
         vision_config=vision | {"image_size": 28, "patch_size": 14},
         mm_tokens_per_image=4,
+        tie_word_embeddings=tied,  # that of its text part stays true
     )
     torch.manual_seed(0)
     model = Gemma3ForConditionalGeneration(config).eval()
+    if not tied:
+        torch.nn.init.normal_(model.lm_head.weight, 0, 0.2)
     model.save_pretrained(tmp_path / "image")
     lora = Lora(3, 6.0)
     decoder = load_decoder(tmp_path / "image", lora=lora, dtype=jnp.float32)

@@ -157,6 +157,15 @@ def test_merging_happens_in_float32():
     assert np.unique(merged.astype(np.float32)).tolist() == [1.25]
 
 
+def test_numbers_beyond_float16_are_not_written(tmp_path):
+    decoder = tiny_decoder()
+    weight = decoder.layers["down_proj"].get_value()
+    decoder.layers["down_proj"].set_value(weight.at[1, 0, 0].set(70_000.0))
+    with pytest.raises(ModelError, match=r"layers.1.mlp.down_proj.weight has numbers that float16 does not hold"):
+        save_decoder(decoder, tmp_path / "out", dtype="float16")
+    save_decoder(decoder, tmp_path / "out", dtype="bfloat16")
+
+
 def _edit(folder, change):
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -182,10 +191,41 @@ def test_tensor_nobody_uses(qwen3):
         load_decoder(qwen3)
 
 
+def test_a_head_that_is_not_the_embedding_is_not_dropped(qwen3, monkeypatch):
+    described = json.loads((qwen3 / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (qwen3 / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ModelError, match=r"lm_head.weight is not the embedding, .* set tie_word_embeddings to false"):
+        load_decoder(qwen3)
+    monkeypatch.setattr(hf, "PIECE_BYTES", 1_000)
+    _edit(qwen3, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    assert load_decoder(qwen3).config.tie_embeddings
+
+    def last_row(tensors: dict[str, np.ndarray]) -> None:
+        tensors["lm_head.weight"][-1, -1] += 1.0
+
+    _edit(qwen3, last_row)
+    with pytest.raises(ModelError, match=r"lm_head.weight is not the embedding"):
+        load_decoder(qwen3)
+
+
 def test_no_safetensors(qwen3):
     (qwen3 / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has no \*.safetensors file: download the model in safetensors format"):
         load_decoder(qwen3)
+
+
+def test_names_in_two_files_without_an_index(qwen3):
+    """The last file by alphabet had counted, a backup say."""
+    save_file({"tok_embeddings.weight": np.ones(3, np.float32)}, str(qwen3 / "consolidated.safetensors"))
+    assert load_decoder(qwen3).config.architecture == "qwen3"
+    names = load_file(qwen3 / "model.safetensors")
+    save_file({"model.norm.weight": names["model.norm.weight"]}, str(qwen3 / "old.safetensors"))
+    with pytest.raises(ModelError, match=r"has model.norm.weight in model.safetensors and in old.safetensors, and no"):
+        load_decoder(qwen3)
+    (qwen3 / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
+    )
+    assert load_decoder(qwen3).config.architecture == "qwen3"
 
 
 def test_file_of_an_index_is_missing(qwen3):
