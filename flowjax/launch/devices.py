@@ -270,10 +270,16 @@ def decoder_shape(run: Run, base: Base) -> "ModelConfig | None":
     from flowjax.envs import find_world
     from flowjax.envs.demonstrations import base_words
     from flowjax.models.config import known_shape, read_config
+    from flowjax.models.shape import ModelError
 
     folder, nano = Path(base.model.path), base.model.nano
     if (folder / "config.json").exists():
-        return read_config(folder)
+        try:
+            return read_config(folder)
+        except ModelError:
+            if run.policies_on(base.name):
+                raise
+            return None  # engines serve more than is trained: quantised models, and other families
     if nano is not None:
         from flowjax.models.nano import SPECIAL_TOKENS, nano_config
 

@@ -355,6 +355,18 @@ def test_a_base_that_its_trainer_could_not_load_is_refused(tmp_path: Path):
     assert "safetensors" not in str(inspect_run(resolve(config), 1, None)["problems"])
 
 
+@pytest.mark.parametrize("fields", [{"model_type": "phi3"}, {"quantization_config": {"quant_method": "awq"}}])
+def test_a_base_that_is_not_trained_may_be_of_any_kind(fields: dict, tmp_path: Path):
+    """Its engine knows more families than the decoder here, and reads quantised weights."""
+    config = sokoban.get_config("nano")
+    known = hf_config(nano_config(64, **config.model.nano), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(known | fields))
+    config.bases = {"judge": {"model": {"path": str(tmp_path), "nano": None}}}
+    assert "judge" not in str(inspect_run(resolve(config), 1, None)["problems"])
+    config.policies = {"agent": {"policy": {"base": "judge"}}}
+    assert "config.json" in str(inspect_run(resolve(config), 1, None)["problems"])
+
+
 def test_servers_that_the_worlds_ask_are_for_those_who_play():
     config = search.get_config("nano")
     config.env.options = {"retriever": "http://127.0.0.1:9"}  # a port that nobody serves

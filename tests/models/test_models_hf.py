@@ -194,7 +194,7 @@ def test_tensor_nobody_uses(qwen3):
 def test_a_head_that_is_not_the_embedding_is_not_dropped(qwen3, monkeypatch):
     described = json.loads((qwen3 / "config.json").read_text()) | {"tie_word_embeddings": True}
     (qwen3 / "config.json").write_text(json.dumps(described))
-    with pytest.raises(ModelError, match=r"lm_head.weight is not the embedding, .* set tie_word_embeddings to false"):
+    with pytest.raises(ModelError, match=r"lm_head.weight is not the embedding: set tie_word_embeddings to false"):
         load_decoder(qwen3)
     monkeypatch.setattr(hf, "PIECE_BYTES", 1_000)
     _edit(qwen3, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
@@ -220,7 +220,7 @@ def test_names_in_two_files_without_an_index(qwen3):
     assert load_decoder(qwen3).config.architecture == "qwen3"
     names = load_file(qwen3 / "model.safetensors")
     save_file({"model.norm.weight": names["model.norm.weight"]}, str(qwen3 / "old.safetensors"))
-    with pytest.raises(ModelError, match=r"has model.norm.weight in model.safetensors and in old.safetensors, and no"):
+    with pytest.raises(ModelError, match=r"has model.norm.weight in model.safetensors and in old.safetensors: remove one"):
         load_decoder(qwen3)
     (qwen3 / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
