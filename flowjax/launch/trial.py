@@ -315,14 +315,16 @@ async def _played(
     player: EpisodePlayer, task: Task, codecs: Mapping[str, Codec], rng: np.random.Generator | None = None
 ) -> tuple[Episode, _Scripted, _Watched | None]:
     """An episode whose replies are empty, or with `rng` name legal actions; and its environment, None for none."""
-    backend, opened = _Scripted(say=str), list[_Watched]()
+    backend, opened, twin = _Scripted(say=str), list[_Watched](), None
+    world = player.worlds[task.source]
+    if rng is not None and type(world).__module__.startswith("flowjax."):
+        with contextlib.suppress(Exception):  # random actions do, too
+            twin = world.env()
 
     async def watched(
         task: Task, *, seed: int, env: RemoteEnv, agents: Mapping[str, Agent], options: EpisodeOptions
     ) -> Played:
-        env = _Watched(
-            env, options.world.env() if rng and type(options.world).__module__.startswith("flowjax.") else None
-        )
+        env = _Watched(env, twin)
         opened.append(env)
         if rng is not None:
             backend.say = partial(env.legal_reply, options, rng)

@@ -98,8 +98,9 @@ def _no_signal(lines: Lines) -> str:
     if share is None or share < _NO_SIGNAL or _lost_success(lines):  # what was won before is not too hard
         return ""
     success = mean(_newest(lines, "success_rate"), "success_rate", by="episodes") or 0.0
-    if _SPLIT < success < 1 - _SPLIT:  # each group is all won or all lost
-        cause, remedy = "episodes of one group end alike", "tasks between those that are always won and never"
+    if _SPLIT < success < 1 - _SPLIT:  # each group is all won or all lost, or its credit is made by a user's code
+        cause = "episodes of one group end alike, unless an estimator, reward or trains() of your own gives none"
+        remedy = "tasks between those that are always won and never"
     elif success > 0.5:
         cause, remedy = "nearly all episodes are won", "harder tasks"
     else:
