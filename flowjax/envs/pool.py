@@ -383,6 +383,12 @@ async def random_walk(world: type[World], env: RemoteEnv, task: Task, turns: int
     return seen
 
 
+def is_one_state(walk: Sequence[Mapping[str, Any]]) -> bool:
+    """True for a walk through different views that all have the same state key."""
+    keys = {shown["state_key"] for shown in walk}
+    return len(keys) == 1 and any(frame([shown["view"]]) != frame([walk[0]["view"]]) for shown in walk)
+
+
 def check_repeats(
     first: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]], *, where: str, remedy: str
 ) -> None:

@@ -35,7 +35,7 @@ from flowjax.envs import (
     find_world,
     is_refusal,
 )
-from flowjax.envs.pool import EnvPool, PooledEnv, check_repeats, random_walk
+from flowjax.envs.pool import EnvPool, PooledEnv, check_repeats, is_one_state, random_walk
 from flowjax.fields import shown
 from flowjax.monitor.trouble import with_place
 from flowjax.records import COUNTED_STATUSES, Episode, Lease, Task, pack, unpack
@@ -218,6 +218,9 @@ def check_episode(run: Run, notes: list[str], limit_s: float = 20.0) -> Iterator
                     return ""
                 async with opened() as env:
                     walk, between, again = [await random_walk(kind, env, of, most) for of in (task, another, task)]
+                if is_one_state(walk):
+                    text = "of which all states of an episode have one state_key, though what they show differs: credit"
+                    found.append(f"{text} by states (rewardflow, gigpo) would take them for the same state")
                 remedy = "have reset() set all state, also that of random numbers"
                 check_repeats(walk, again, where="on one env object again", remedy=remedy)
             if config.env.workers == 1:  # the world may be one that no two processes can have open, by a fixed port

@@ -65,6 +65,13 @@ class UnlikeEnv(CounterEnv):
     def observe(self):
         return replace(super().observe(), view=Unlike.View(self.number, float("nan")))
 
+class Keyless(Counter):
+    def env(self): return KeylessEnv()
+
+class KeylessEnv(CounterEnv):
+    def observe(self):
+        return replace(super().observe(), state_key=7)
+
 class Drifting(Counter):
     """Each step of a process differs from the one before it in `valid`, `success` and a count of steps."""
 
@@ -335,6 +342,13 @@ def test_held_out_tasks_that_are_not_played_need_not_be_held_out(monkeypatch: py
     config.eval.tasks = 9
     [fault] = check_tasks(config)
     assert "tasks('held_out', ...)[8] is 'held_out-17', with the payload of the training task 'train-16'" in fault
+
+
+def test_one_key_for_all_states_is_a_note():
+    """Credit by states compared unlike ones, and nothing said so."""
+    notes: list[str] = []
+    assert found("Keyless", notes=notes) == [] and "all states of an episode have one state_key" in notes[0]
+    assert found("Counter", notes=notes) == [] and len(notes) == 1
 
 
 def test_a_view_need_not_equal_itself():

@@ -220,7 +220,7 @@ def test_names_in_two_files_without_an_index(qwen3):
     assert load_decoder(qwen3).config.architecture == "qwen3"
     names = load_file(qwen3 / "model.safetensors")
     save_file({"model.norm.weight": names["model.norm.weight"]}, str(qwen3 / "old.safetensors"))
-    with pytest.raises(ModelError, match=r"has model.norm.weight in model.safetensors and in old.safetensors: remove one"):
+    with pytest.raises(ModelError, match=r"has model.norm.weight in model.safetensors and in old.safetensors:"):
         load_decoder(qwen3)
     (qwen3 / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
