@@ -171,6 +171,15 @@ def test_only_the_newest_batch_can_be_refused(tmp_path):
     assert flow.batches.quarantine("agent", 0, {"none of its trajectories": "why"}) == []
 
 
+def with_a_batch(folder: Path) -> tuple[Flow, int]:
+    """A flow that has the groups of a batch, and its trainer's epoch."""
+    flow = make_flow(folder, configuration(max_staleness=1))
+    flow.report_serving("agent", 0)
+    for lease in flows.lease(flow, "w", 100, "train"):
+        assert flows.accept(flow, lease.lease_id, played(lease, version=0))
+    return flow, flow.batches.claim("trainer", {"agent": 0}, 0)[1]
+
+
 @pytest.mark.parametrize("lacking", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: out of memory"), OSError(24, "")])
 def test_a_machine_that_is_short_of_memory_puts_no_group_aside(tmp_path, monkeypatch, lacking):
     """It put the whole batch aside: every group of it failed alone, too."""
@@ -179,11 +188,7 @@ def test_a_machine_that_is_short_of_memory_puts_no_group_aside(tmp_path, monkeyp
         raise lacking
 
     async def scenario() -> None:
-        flow = make_flow(tmp_path, configuration(max_staleness=1))
-        flow.report_serving("agent", 0)
-        for lease in flows.lease(flow, "w", 100, "train"):
-            assert flows.accept(flow, lease.lease_id, played(lease, version=0))
-        _, epoch = flow.batches.claim("trainer", {"agent": 0}, 0)
+        flow, epoch = with_a_batch(tmp_path)
         service = DataflowService(flow)
         with monkeypatch.context() as short:
             short.setattr(batches_room, "credit_batch", credit_batch)
@@ -205,11 +210,7 @@ def test_credit_that_fails_for_the_batch_alone_ends_the_dataflow_in_words(tmp_pa
         return credit_batch(groups, **options)
 
     async def scenario() -> None:
-        flow = make_flow(tmp_path, configuration(max_staleness=1))
-        flow.report_serving("agent", 0)
-        for lease in flows.lease(flow, "w", 100, "train"):
-            assert flows.accept(flow, lease.lease_id, played(lease, version=0))
-        _, epoch = flow.batches.claim("trainer", {"agent": 0}, 0)
+        flow, epoch = with_a_batch(tmp_path)
         service = DataflowService(flow)
         monkeypatch.setattr(batches_room, "credit_batch", fails_on_several)
         with pytest.raises(ValueError):
