@@ -258,8 +258,7 @@ class Progress:
                 for name in _SUMMED:
                     self.totals[name] += number(entry, name) or 0.0
             elif kind == "batch":
-                self._batches.append(entry)
-                self._symptoms = None
+                self._batches.append(entry)  # before its step, with which it is diagnosed
             elif kind == "eval":
                 self.evals[entry.get("step", 0)] = entry
 

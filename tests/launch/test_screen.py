@@ -221,7 +221,7 @@ def test_refresh_costs_little(tmp_path):
 def test_a_run_is_diagnosed_when_it_has_made_a_step_and_not_whenever_it_is_shown(tmp_path, monkeypatch, terminal):
     """A quarter of a second of the supervisor's at each refresh, after 5,000 steps of four policies."""
     seen = []
-    monkeypatch.setattr(metrics, "diagnose", lambda lines: seen.append(len(lines)) or diagnose(lines))
+    monkeypatch.setattr(metrics, "diagnose", lambda lines, batches: seen.append(len(lines)) or diagnose(lines, batches))
     writer = write_run(tmp_path, steps=8)
     console = Console(width=140, file=io.StringIO(), force_terminal=terminal)
     screen = Screen(Progress(tmp_path), steps={"agent": 10}, states={}, console=console)
